@@ -1,0 +1,52 @@
+# Everything a fresh machine needs is installed by the first target that needs it; each step is done once.
+PYTHON ?= python3
+PY := .venv/bin/python
+VENV := .venv/.installed
+PYTEST := $(PY) -m pytest
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help venv models demo test check contracts bench test-peers test-gpu soak clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+
+venv: $(VENV)  ## .venv with a CPU build of PyTorch and firetower, editable
+
+# torch goes first and alone: once a CPU build is there, nothing after it pulls a CUDA one
+$(VENV): pyproject.toml tools/install_torch.py
+	$(PYTHON) -m venv .venv
+	$(PY) tools/install_torch.py torch==2.13.0
+	$(PY) -m pip install --editable '.[transformers,dev]'
+	touch $@
+
+models: $(VENV)  ## the real model of demo and tests, into the cache folder (93 MB, once)
+	$(PY) tools/fetch_smollm2.py
+
+demo: models  ## the main job on a real model, from set-up to stored fires
+	$(PY) examples/demo.py
+
+test: models  ## every test that a CPU can run, slow ones included
+	$(PYTEST) -m "not peers and not gpu and not soak"
+
+check: $(VENV) contracts  ## ruff, mypy --strict on src, contracts
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+
+contracts: $(VENV)  ## the rules of the house that a test can enforce
+	$(PYTEST) tests/contracts
+
+bench: models  ## the figures of docs/benchmarks.md
+	@set -e; for file in benchmarks/[a-z]*.py; do echo "== $$file"; $(PY) "$$file"; done
+
+test-peers: models  ## tests against peers; builds llama-cpp-python from source (about 8 minutes)
+	$(PY) -m pip install --editable '.[llama]'
+	$(PYTEST) -m peers
+
+test-gpu: models  ## tests that need a CUDA device
+	$(PYTEST) -m gpu
+
+soak: models  ## what takes too long for every run
+	$(PYTEST) -m soak
+
+clean:  ## remove what make made here (not the cache folder)
+	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,88 @@
+"""Decode of SmolLM2 on the CPU: bare, under the watch at ``layers``, and under Transformers' DebugUnderflowOverflow.
+
+The three run interleaved in one process, one token at a time, so that a noisy machine hits all alike; the figure is
+the median over rounds of (watched / bare) of the same round. Prints one line a figure.
+
+    python benchmarks/watch_cpu.py [--rounds N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+import firetower
+from firetower.drills.hosts import load_smollm2
+
+
+def decode_ms(model: torch.nn.Module, ids: torch.Tensor, num_tokens: int) -> float:
+    """Milliseconds a token of greedy decoding after one prefill, cache included."""
+    with torch.inference_mode():
+        out = model(input_ids=ids, use_cache=True)
+        token = out.logits[:, -1:].argmax(-1)
+        cache = out.past_key_values if hasattr(out, "past_key_values") else out.cache
+        begin = time.perf_counter()
+        for _ in range(num_tokens):
+            out = model(input_ids=token, past_key_values=cache, use_cache=True)
+            token = out.logits[:, -1:].argmax(-1)
+        return (time.perf_counter() - begin) / num_tokens * 1e3
+
+
+def watched(model: torch.nn.Module) -> contextlib.AbstractContextManager[object]:
+    """The watch as a user attaches it, store aside."""
+    return firetower.attach(model, level="layers", store=False)
+
+
+def peer(model: torch.nn.Module) -> contextlib.AbstractContextManager[object]:
+    """Transformers' own detector; it prints when it fires and keeps its hooks, which are removed here."""
+    from transformers.debug_utils import DebugUnderflowOverflow
+
+    @contextlib.contextmanager
+    def attached() -> object:
+        before = {m: list(m._forward_hooks) for m in model.modules()}
+        with contextlib.redirect_stdout(io.StringIO()):
+            DebugUnderflowOverflow(model)
+            yield None
+        for module, kept in before.items():
+            for key in [k for k in module._forward_hooks if k not in kept]:
+                del module._forward_hooks[key]
+
+    return attached()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--tokens", type=int, default=8)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    model, tokenizer = load_smollm2()
+    ids = tokenizer("The lighthouse keeper wrote in the log that", return_tensors="pt").input_ids
+    kinds: dict[str, Callable[[torch.nn.Module], contextlib.AbstractContextManager[object]]] = {
+        "bare": contextlib.nullcontext,
+        "watch": watched,
+        "peer": peer,
+    }
+    times: dict[str, list[float]] = {k: [] for k in kinds}
+    for i in range(args.rounds + 1):
+        order = list(kinds)[i % 3 :] + list(kinds)[: i % 3]
+        for kind in order:
+            with kinds[kind](model):
+                ms = decode_ms(model, ids, args.tokens)
+            if i:
+                times[kind].append(ms)
+    for kind in ("watch", "peer"):
+        ratio = statistics.median(w / b for w, b in zip(times[kind], times["bare"], strict=True))
+        bare, own = statistics.median(times["bare"]), statistics.median(times[kind])
+        bar = "bar 1.05" if kind == "watch" else "Transformers DebugUnderflowOverflow"
+        print(f"decode_cpu_{kind}_ratio bare={bare:.1f}ms own={own:.1f}ms ratio={ratio:.3f} {bar}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Firetower keeps LLM inference finite: spots the first bad value, stops only what it burned, keeps the incident.
+
+    import firetower
+
+    with firetower.attach(model) as watch:      # any nn.Module
+        model.generate(**inputs)                # raises NonFiniteError with the Fire, if there is one
+
+The package imports no torch until `attach` or `investigate` is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from firetower.attach.investigate import Investigation, investigate
+    from firetower.attach.watch import Watch, attach
+    from firetower.core.errors import FiretowerError, NonFiniteError
+    from firetower.core.records import BadValue, Fire, Reading, Signal
+    from firetower.fires.store import Store
+
+_EXPORTS = {
+    "BadValue": "firetower.core.records",
+    "Fire": "firetower.core.records",
+    "FiretowerError": "firetower.core.errors",
+    "Investigation": "firetower.attach.investigate",
+    "NonFiniteError": "firetower.core.errors",
+    "Reading": "firetower.core.records",
+    "Signal": "firetower.core.records",
+    "Store": "firetower.fires.store",
+    "Watch": "firetower.attach.watch",
+    "attach": "firetower.attach.watch",
+    "investigate": "firetower.attach.investigate",
+}
+
+__all__ = [
+    "BadValue",
+    "Fire",
+    "FiretowerError",
+    "Investigation",
+    "NonFiniteError",
+    "Reading",
+    "Signal",
+    "Store",
+    "Watch",
+    "attach",
+    "investigate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "attach":
+        # the room and the function share a name: the package is callable and answers as the function
+        return importlib.import_module("firetower.attach")
+    if name in _EXPORTS:
+        value = getattr(importlib.import_module(_EXPORTS[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'firetower' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

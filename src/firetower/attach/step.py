@@ -1,0 +1,147 @@
+"""One step of a watched model on the host: which signals ran, which were bad, and what the call was."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from firetower.attach.discover import Tap
+from firetower.attach.frame import Call
+from firetower.core.records import BadValue, BurnedRow, Reading, SignalReading, Status, TensorSummary
+from firetower.sensors.check import Frame, burned_sequences, first_bad
+from firetower.sensors.summary import summarize
+
+
+@dataclasses.dataclass(slots=True)
+class Finding:
+    """A bad signal of the running step, with what had to be kept before the tensor is gone."""
+
+    slot: int
+    first: BadValue | None
+    first_pad: BadValue | None
+    order: int
+    inputs: tuple[TensorSummary, ...] = ()
+    output: TensorSummary | None = None
+
+
+class Step:
+    """The state of one forward call in one thread.
+
+    ``ran[slot]`` holds the number of the last step in which the signal ran; a clean signal costs one store.
+    """
+
+    def __init__(self, taps: list[Tap]) -> None:
+        self.taps = taps
+        self.ran = [-1] * len(taps)
+        self.number = -1
+        self.call: Call | None = None
+        self.open = False
+        self.depth = 0
+        # rows burned since the cache was empty: their poison goes on in every later step and is no new fire
+        self.burned_before: set[int] = set()
+        self.findings: dict[int, Finding] = {}
+        self.burned: dict[int, BurnedRow] = {}
+        self.reasons: dict[int, str] = {}
+        self.from_device: set[int] = set()
+        self.pad_before_real = False
+        # the tensor last found clean and its version: the next layer's input is the last layer's output
+        self.clean_tensor: Tensor | None = None
+        self.clean_version = -1
+
+    def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Open a step for one call of the root module."""
+        self.number += 1
+        self.call = Call.begin(args, kwargs)
+        self.open = True
+        if self.findings:
+            self.findings = {}
+            self.burned = {}
+        self.pad_before_real = False
+        self.clean_tensor = None
+
+    def begin_implicit(self) -> None:
+        """Open a step because a submodule was called on its own."""
+        self.begin((), {})
+
+    def end(self) -> None:
+        """Close the step; its call stays readable until the next one begins."""
+        self.open = False
+        self.clean_tensor = None
+
+    @property
+    def frame(self) -> Frame | None:
+        """How this step's rows map; None for a step that did not start at the root."""
+        if self.call is None or self.call.tokens() is None:
+            return None
+        return self.call.frame()
+
+    def add(self, slot: int, x: Tensor, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        """Record that signal ``slot`` is bad in ``x``; the first record of a signal in a step wins."""
+        if slot in self.findings and self.findings[slot].first is not None:
+            return
+        tap, frame = self.taps[slot], self.frame
+        if frame is not None:
+            frame = dataclasses.replace(frame, layout=tap.layout)
+        first, first_pad = first_bad(x, tap.signal.legal, frame)
+        if first is None and first_pad is None:
+            return
+        finding = Finding(slot, first, first_pad, order=len(self.findings))
+        if not self._any_real():
+            if first is not None and any(f.first_pad is not None for f in self.findings.values()):
+                self.pad_before_real = True
+            finding.inputs = tuple(summarize(f"input {i}", t) for i, t in enumerate(inputs))
+            finding.output = summarize("output", x)
+        self.findings[slot] = finding
+        if frame is not None and first is not None:
+            self._add_burned(tap, burned_sequences(x, tap.signal.legal, frame))
+
+    def _any_real(self) -> bool:
+        return any(f.first is not None for f in self.findings.values())
+
+    def _add_burned(self, tap: Tap, rows: dict[int, BadValue]) -> None:
+        for sequence, bad in rows.items():
+            if sequence not in self.burned:
+                self.burned[sequence] = BurnedRow(
+                    sequence=sequence, signal=tap.signal, token=bad.token, column=bad.column, first=bad
+                )
+
+    def origin(self) -> Finding | None:
+        """The first finding in a real row."""
+        return next((f for f in self.findings.values() if f.first is not None), None)
+
+    def rows_burned(self) -> set[int]:
+        """Sequences with a bad real row; the whole batch where the shape of the bad tensor does not say which."""
+        if self.burned or self.origin() is None:
+            return set(self.burned)
+        return set(range(self.call.shape()[0])) if self.call is not None else {0}
+
+    def reading(self) -> Reading:
+        """This step's reading: bad signals first executed first, then the others in declared order."""
+        found = sorted(self.findings.values(), key=lambda f: f.order)
+        ordered = [f.slot for f in found] + [s for s in range(len(self.taps)) if s not in self.findings]
+        call = self.call or Call((), {}, 0)
+        num_sequences, num_tokens = call.shape()
+        return Reading(
+            step=self.number,
+            phase=call.phase(),
+            num_tokens=num_sequences * num_tokens,
+            signals=tuple(self._signal(slot) for slot in ordered),
+            burned=tuple(self.burned.values()),
+            pad_before_real=self.pad_before_real,
+        )
+
+    def _signal(self, slot: int) -> SignalReading:
+        signal = self.taps[slot].signal
+        finding = self.findings.get(slot)
+        if finding is not None:
+            status = Status.CLEAN if finding.first is None else Status.BAD
+            return SignalReading(
+                signal=signal, status=status, first=finding.first, first_pad=finding.first_pad
+            )
+        if self.ran[slot] == self.number:
+            return SignalReading(signal=signal, status=Status.CLEAN)
+        reason = self.reasons.get(slot, "did not run in this step")
+        return SignalReading(signal=signal, status=Status.NOT_COVERED, reason=reason)

@@ -1,0 +1,75 @@
+"""Reading the tensors of a tap out of what a module hook is given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from firetower.attach.frame import cache_of
+
+
+def first_tensor(value: Any) -> Tensor | None:
+    """The main float tensor of a module's output: itself, ``.logits``, ``.last_hidden_state``, or the first found."""
+    if isinstance(value, Tensor):
+        return value if value.is_floating_point() or value.is_complex() else None
+    for name in ("logits", "last_hidden_state"):
+        found = getattr(value, name, None)
+        if isinstance(found, Tensor):
+            return found
+    return next(float_tensors(value), None)
+
+
+def float_tensors(value: Any, depth: int = 3) -> Iterator[Tensor]:
+    """Every float tensor in nested tuples, lists and mappings, in order."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point() or value.is_complex():
+            yield value
+    elif depth and isinstance(value, Mapping):
+        for item in value.values():
+            yield from float_tensors(item, depth - 1)
+    elif depth and isinstance(value, tuple | list):
+        for item in value:
+            yield from float_tensors(item, depth - 1)
+
+
+def input_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """The first float tensor that a module was called with; ``hidden_states`` wins among keywords."""
+    if args:
+        found = first_tensor(args[0])
+        if found is not None:
+            return found
+    named = kwargs.get("hidden_states")
+    return named if isinstance(named, Tensor) else next(float_tensors([*args, *kwargs.values()]), None)
+
+
+def written_state(stage: str, kwargs: Mapping[str, Any], layer: int, num_tokens: int) -> Iterator[Tensor]:
+    """What the module of a cache tap left in the cache: new keys and values, or the whole state.
+
+    Keys and values come as [B, heads, T, D] views of the T rows written in this step. Yields nothing when the call
+    has no cache or the cache keeps them in another form (quantised, paged).
+    """
+    layers = getattr(cache_of(kwargs), "layers", None)
+    if layers is None or layer >= len(layers):
+        return
+    found = layers[layer]
+    if stage == "kv":
+        for name in ("keys", "values"):
+            stored = getattr(found, name, None)
+            if isinstance(stored, Tensor) and stored.ndim == 4:
+                yield _written_rows(found, stored, num_tokens)
+        return
+    stored = getattr(found, f"{stage}s", None)
+    states = stored.values() if isinstance(stored, dict) else [stored]
+    yield from (s for s in states if isinstance(s, Tensor))
+
+
+def _written_rows(cache_layer: Any, stored: Tensor, num_tokens: int) -> Tensor:
+    length = stored.shape[2]
+    if getattr(cache_layer, "max_cache_len", None) == length:
+        # a static cache is longer than what is written: its own count says where this step's rows end
+        end = int(cache_layer.get_seq_length())
+        if 0 < end <= length:
+            return stored[:, :, max(0, end - num_tokens) : end]
+    return stored[:, :, max(0, length - num_tokens) :]

@@ -1,0 +1,298 @@
+"""`attach`: watch any ``nn.Module`` and act on the first bad value."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import types
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from firetower.attach.device import DevicePanels, reset_compiled
+from firetower.attach.discover import Tap, discover
+from firetower.attach.firelog import FireLog
+from firetower.attach.frame import Call
+from firetower.attach.hooks import HostHooks, install
+from firetower.attach.incident import build_fire, describe_fire
+from firetower.attach.isolate import RowGuard, generation_option, guarded_generate
+from firetower.attach.ops import OpsWatch
+from firetower.attach.step import Step
+from firetower.core.errors import AttachError, NonFiniteError
+from firetower.core.records import BurnedRow, Fire, Outcome, Reading
+from firetower.fires.store import Store
+from firetower.sensors.panel import Snapshot
+
+Level = Literal["logits", "layers", "ops"]
+OnFire = Literal["raise", "record", "isolate"]
+
+_OUTCOMES = {"raise": Outcome.RAISED, "record": Outcome.RECORDED, "isolate": Outcome.ISOLATED}
+_logger = logging.getLogger("firetower")
+
+
+def attach(
+    model: nn.Module,
+    *,
+    level: Level = "layers",
+    on_fire: OnFire = "raise",
+    store: Store | str | Path | Literal[False] | None = None,
+    name: str | None = None,
+) -> Watch:
+    """Watch ``model`` from now on; use the result as a context manager, or call ``detach()``.
+
+    Args:
+        model: any ``nn.Module``. Compiled modules are recompiled with the watch inside.
+        level: ``logits`` (the model's output), ``layers`` (the signals of each decoder layer; every leaf module of a
+            model of unknown shape) or ``ops`` (every ATen op; slow, for finding the line).
+        on_fire: ``raise`` ends the call with `NonFiniteError`; ``record`` only stores the fire; ``isolate`` stops, in a
+            ``generate()`` batch, only the burned rows and cuts their output before the bad token.
+        store: where fires go: the default store (None), a path, a `Store`, or False to keep them in memory only.
+        name: what to call the model in the fire; default its config's name, or its class.
+
+    Returns:
+        The watch, already attached.
+
+    Raises:
+        AttachError: an unknown level or action, or something that is no ``nn.Module``.
+    """
+    if not isinstance(model, nn.Module):
+        raise AttachError(f"model={type(model).__name__}: must be a torch.nn.Module; pass the module that runs")
+    for option, value, known in (("level", level, get_args(Level)), ("on_fire", on_fire, get_args(OnFire))):
+        if value not in known:
+            raise AttachError(f"{option}={value!r}: must be one of {', '.join(known)}")
+    return Watch(model, level=level, on_fire=on_fire, store=store, name=name)
+
+
+class Watch:
+    """A watch on one model. Made by `attach`.
+
+    Attributes:
+        failures: how often the watch itself failed; inference went on.
+        last_failure: what went wrong last, or None.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        level: Level,
+        on_fire: OnFire,
+        store: Store | str | Path | Literal[False] | None,
+        name: str | None,
+    ) -> None:
+        self.model = model
+        self.level = level
+        self.on_fire = on_fire
+        self.name = name or _model_name(model)
+        self.failures = 0
+        self.last_failure: str | None = None
+        self._root: nn.Module = getattr(model, "_orig_mod", model)
+        self._taps: list[Tap] = discover(self._root, "logits" if level == "ops" else level)
+        self._device = DevicePanels(self._root, self._taps)
+        self._hooks = HostHooks(self._taps, self._failed, self._device.mark)
+        self._ops = OpsWatch(self._root) if level == "ops" else None
+        self._log = FireLog(store)
+        self._pending: Snapshot | None = None
+        self._last: Step | None = None
+        self._last_reading: Reading | None = None
+        self._compiled = reset_compiled(model)
+        self._handles: list[RemovableHandle] = install(self._taps, self._hooks, self._device.mark)
+        for module in {id(m): m for m in (self._root, model)}.values():
+            self._handles.append(
+                module.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
+            )
+            self._handles.append(module.register_forward_hook(self._end, always_call=True))
+        self._generate = self._wrap_generate()
+
+    @property
+    def fires(self) -> list[Fire]:
+        """Fires of this watch, oldest first; repeats of one origin are merged and counted."""
+        self._settle_pending()
+        return self._log.fires
+
+    @property
+    def last(self) -> Reading | None:
+        """Reading of the last finished step, or None before the first."""
+        self._settle_pending()
+        if self._last_reading is None and self._last is not None:
+            self._last_reading = self._reading_of(self._last)
+        return self._last_reading
+
+    def read(self) -> Reading:
+        """The reading of the last step; after a replay of a user's own CUDA graph, that of the replay.
+
+        Copies the device panel (one small copy a device) where signals were marked on one. A bad reading that no
+        Python saw before is stored as a fire; it never raises `NonFiniteError`.
+
+        Raises:
+            AttachError: the model did not run yet.
+        """
+        self._settle_pending()
+        if self._device.should_read:
+            self._look_at_panel()
+        elif self._last is None:
+            raise AttachError("no step to read: run the model first")
+        assert self.last is not None
+        return self.last
+
+    def coverage(self) -> tuple[int, int]:
+        """(signals that ran in the last step, signals declared)."""
+        return self.last.coverage if self.last is not None else (0, len(self._taps))
+
+    def status(self) -> dict[str, object]:
+        """State of the watch in plain values: level, signals, fires, and its own failures."""
+        ran, declared = self.coverage()
+        store = self._log.store
+        return {
+            "model": self.name,
+            "level": self.level,
+            "on_fire": self.on_fire,
+            "attached": bool(self._handles),
+            "signals_ran": ran,
+            "signals_declared": declared,
+            "fires": len(self.fires),
+            "failures": self.failures,
+            "last_failure": self.last_failure,
+            "store_failures": store.failures if store is not None else 0,
+            "store_last_error": store.last_error if store is not None else None,
+        }
+
+    def detach(self) -> None:
+        """Take every hook off again; the model is exactly as before. Safe to call twice."""
+        self._settle_pending()
+        for handle in self._handles:
+            handle.remove()
+        if self._generate is not None and self.model.__dict__.get("generate") is self._generate:
+            del self.model.__dict__["generate"]
+        if self._handles and (self._compiled or self._device.traced):
+            reset_compiled(self.model)
+        self._handles.clear()
+        self._log.close()
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.detach()
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            self._device.begin_traced(Call(args, kwargs, 0))
+            return
+        step = self._hooks.step
+        step.depth += 1
+        if step.depth > 1:
+            return
+        try:
+            self._settle_pending()
+            step.begin(args, kwargs)
+            assert step.call is not None
+            self._device.begin(step.call)
+            if self._ops:
+                self._ops.begin()
+        except Exception as e:  # noqa: BLE001 - our failure must not stop inference; it is counted and shown
+            self._failed(e)
+
+    def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if torch.compiler.is_compiling():
+            self._device.end_traced()
+            return
+        step = self._hooks.step
+        step.depth = max(0, step.depth - 1)
+        if step.depth:
+            return
+        fire = None
+        try:
+            step.end()
+            self._last, self._last_reading = step, None
+            if self._ops:
+                self._ops.end(step, output)
+            if self._device.should_read:
+                self._pending = self._device.snapshot()
+            if self._pending is None or self.on_fire == "raise":
+                fire = self._settle_pending() or self._settle(step)
+        except Exception as e:  # noqa: BLE001 - our failure must not stop inference; it is counted and shown
+            self._failed(e)
+        if fire is not None and self.on_fire == "raise":
+            raise NonFiniteError(fire, describe_fire(fire))
+
+    def _settle_pending(self) -> Fire | None:
+        """Wait for a copy that is under way and act on it."""
+        pending, self._pending = self._pending, None
+        if pending is None or self._last is None:
+            return None
+        self._device.put_into(self._last, pending.result())
+        self._last_reading = None
+        return self._settle(self._last)
+
+    def _look_at_panel(self) -> Fire | None:
+        """Read the panel now, for steps that ran without our Python."""
+        self._last = self._last or self._hooks.step
+        self._pending = self._device.snapshot()
+        return self._settle_pending()
+
+    def _settle(self, step: Step) -> Fire | None:
+        """Turn a bad step into a fire, or into a repeat of the last one; returns the fire to raise."""
+        if step.call is not None and step.call.num_past == 0:
+            step.burned_before.clear()
+        if step.origin() is None:
+            return None
+        rows = step.rows_burned()
+        new = rows - step.burned_before
+        step.burned_before |= rows
+        if not new and self.on_fire != "raise":
+            self._log.repeat()
+            return None
+        reading = self._reading_of(step)
+        which: list[BurnedRow | None] = [None]
+        if self.on_fire == "isolate" and all(b.first is not None for b in step.burned.values()):
+            which = [b for b in step.burned.values() if b.sequence in new] or [None]
+        fire = None
+        for row in which:
+            fire = self._log.record(
+                build_fire(self.name, self._root, step, reading, _OUTCOMES[self.on_fire], row)
+            )
+        return fire
+
+    def _reading_of(self, step: Step) -> Reading:
+        self._last_reading = self._ops.reading(step) if self._ops else step.reading()
+        return self._last_reading
+
+    def _burned_in_last_step(self) -> set[int]:
+        """Sequences burned in the step that just ended; reads the panel where no Python ran in that step."""
+        fire = self._settle_pending() if self._pending is not None else None
+        if self._device.traced:
+            fire = self._look_at_panel()
+        if fire is not None and self.on_fire == "raise":
+            raise NonFiniteError(fire, describe_fire(fire))
+        return self._hooks.step.rows_burned()
+
+    def _failed(self, error: BaseException) -> None:
+        self.failures += 1
+        self.last_failure = f"{type(error).__name__}: {error}"
+        if self.failures == 1:
+            _logger.warning("firetower: the watch failed and goes on without: %s", self.last_failure)
+
+    def _wrap_generate(self) -> Any:
+        generate = getattr(self.model, "generate", None)
+        if not isinstance(generate, types.MethodType) or "generate" in self.model.__dict__:
+            return None
+
+        @functools.wraps(generate.__func__)
+        def guarded(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            num_beams = int(generation_option(model, kwargs, "num_beams") or 1)
+            guard = RowGuard(num_beams, self._burned_in_last_step, isolate=self.on_fire == "isolate")
+            return guarded_generate(model, generate, guard, args, kwargs)
+
+        bound = types.MethodType(guarded, generate.__self__)
+        self.model.__dict__["generate"] = bound
+        return bound
+
+
+def _model_name(model: nn.Module) -> str:
+    config = getattr(model, "config", None)
+    name = getattr(config, "name_or_path", None) or getattr(config, "_name_or_path", None)
+    return Path(str(name)).name if name else type(getattr(model, "_orig_mod", model)).__name__

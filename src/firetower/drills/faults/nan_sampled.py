@@ -1,0 +1,86 @@
+"""N1: a sampler makes an ordinary token of a NaN row; only a look before the sampler can tell."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Literal
+
+from firetower.core.records import Kind
+from firetower.drills.spec import Case, Drill, Host, Origin, Variant
+
+
+def _variants(seed: int) -> list[Variant]:
+    rng = Random(f"nan-sampled/{seed}")
+    return [
+        _pure(rng.randrange(1 << 30), "Argmax", "layers"),
+        _pure(rng.randrange(1 << 30), "BlockwiseArgmax", "layers"),
+        _pure(rng.randrange(1 << 30), "BlockwiseArgmax", "ops"),
+        _host("qwen35moe", rng.randrange(1 << 30)),
+        _host("qwen35moe", rng.randrange(1 << 30)),
+        _host("smollm2", rng.randrange(1 << 30)),
+    ]
+
+
+def _pure(seed: int, sampler: str, level: Literal["layers", "ops"]) -> Variant:
+    rng = Random(seed)
+    tokens, vocab_size = rng.randint(3, 9), rng.choice((63, 128))
+    row, column = rng.randrange(tokens), rng.randrange(32)
+
+    def build(fault: bool) -> Case:
+        import torch
+
+        from firetower.drills import pure
+
+        model = pure.Head(vocab_size, 32, seed, getattr(pure, sampler)())
+        ids = torch.tensor(rng_ids := Random(seed).sample(range(vocab_size), tokens))
+        # one bad element of a hidden state makes the whole row of logits NaN
+        model.embed.weight.data[rng_ids[row], column] = float("nan") if fault else 1e4
+        origin = Origin(
+            module="embed",
+            stage="Embedding" if level == "layers" else None,
+            op="aten.embedding.default" if level == "ops" else None,
+            row=row,
+            column=column,
+            kind=Kind.NAN,
+            bad_weight=True,
+        )
+        return Case(model=model, args=(ids,), expected=origin if fault else None)
+
+    id = f"{sampler.lower()}-row{row}of{tokens}-vocab{vocab_size}-{level}"
+    return Variant(id=id, host="pure", level=level, build=build)
+
+
+def _host(host: Host, seed: int) -> Variant:
+    """Greedy `generate` with one bad row in the head: text comes out as if nothing were."""
+    rng = Random(seed)
+    num_new = rng.randint(2, 4)
+
+    def build(fault: bool) -> Case:
+        import torch
+
+        from firetower.drills.placing import load, prompt, site
+        from firetower.drills.truth import with_truth
+
+        pick = Random(seed)
+        model = load(host, "fp32", seed)
+        head = model.lm_head
+        head.weight = torch.nn.Parameter(
+            head.weight.detach().clone()
+        )  # not the embeddings where these are tied
+        token, column = pick.randrange(3, model.config.vocab_size), pick.randrange(model.config.hidden_size)
+        head.weight.data[token, column] = float("nan") if fault else 0.0
+        ids = prompt(model, pick, pick.randint(3, 6))
+        options = {"max_new_tokens": num_new, "do_sample": False, "pad_token_id": 0}
+        case = Case(model=model, args=(ids,), kwargs=options, method="generate")
+        return with_truth(case, site(model, "logits"), bad_weight=True, laundered=False) if fault else case
+
+    return Variant(id=f"{host}-greedy-{num_new}tokens", host=host, level="layers", build=build)
+
+
+DRILL = Drill(
+    name="nan-sampled",
+    family="N",
+    title="a sampler turns a NaN row into an ordinary token",
+    stages=frozenset({"logits"}),
+    variants=_variants,
+)

@@ -1,0 +1,117 @@
+"""I3: keys of length above the square root of 2 make the delta rule grow without bound."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from firetower.drills.spec import Case, Drill, Origin, Variant
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def _variants(seed: int) -> list[Variant]:
+    rng = Random(f"unstable-delta/{seed}")
+    pure = [_pure(rng.randrange(1 << 30), dtype) for dtype in ("fp32", "bf16")]
+    return [*pure, *(_host(rng.randrange(1 << 30), layer) for layer in rng.sample(range(3), 2))]
+
+
+def _pure(seed: int, dtype: str) -> Variant:
+    tokens = Random(seed).randint(60, 80)
+
+    def build(fault: bool) -> Case:
+        import torch
+
+        from firetower.drills.placing import DTYPES, generator
+        from firetower.drills.pure import DeltaRule
+
+        k, v = torch.randn(2, tokens, 16, generator=generator(seed)).to(DTYPES[dtype])
+        k = k[:1].expand(tokens, -1) * (11.5**0.5 / k[:1].float().norm()).to(k.dtype)
+        case = Case(model=DeltaRule(norm_keys=not fault), args=(k.contiguous(), v))
+        return Case(model=case.model, args=case.args, expected=_first_overflow(*case.args) if fault else None)
+
+    return Variant(id=f"recurrence-{tokens}tokens-{dtype}", host="pure", level="ops", build=build)
+
+
+def _first_overflow(k: Tensor, v: Tensor) -> Origin:
+    """Step through the recurrence op by op, whole tensors each: which op is first not finite, and where."""
+    import torch
+
+    from firetower.drills.truth import first_nonfinite
+
+    state = torch.zeros(k.shape[-1], v.shape[-1], dtype=k.dtype)
+    for k_t, v_t in zip(k, v, strict=True):
+        for op, value in _step(state, k_t, v_t):
+            if place := first_nonfinite(value):
+                return Origin(module="", op=op, row=place["row"], column=place["column"], kind=place["kind"])
+            state = value
+    raise AssertionError("the recurrence stayed finite")
+
+
+def _step(state: Tensor, k: Tensor, v: Tensor) -> list[tuple[str, Tensor]]:
+    import torch
+
+    # vector @ matrix runs as a matrix-vector product of the transpose
+    recalled = k @ state
+    delta = v - recalled
+    write = torch.outer(k, delta)
+    return [
+        ("aten.mv.default", recalled),
+        ("aten.sub.Tensor", delta),
+        ("aten.mul.Tensor", write),
+        ("aten.add.Tensor", state + write),
+    ]
+
+
+def _host(seed: int, layer: int) -> Variant:
+    """A Gated DeltaNet layer without its key norm and without decay."""
+    tokens = Random(seed).randint(60, 80)
+
+    def build(fault: bool) -> Case:
+        from firetower.drills.placing import load, prompt, replace_chunk_rule, site
+        from firetower.drills.truth import with_truth
+
+        model = load("qwen35moe", "fp32", seed)
+        mixer = model.model.layers[layer].linear_attn
+        mixer.A_log.data.fill_(-30.0)  # never forgets
+        mixer.in_proj_b.weight.data.mul_(0.0)  # beta is 1/2
+        replace_chunk_rule(mixer, _Recurrence(norm_keys=not fault))
+        case = Case(model=model, args=(prompt(model, Random(seed), tokens),))
+        return with_truth(case, site(model, "recurrent_state", layer)) if fault else case
+
+    return Variant(id=f"qwen35moe-layer{layer}-{tokens}tokens", host="qwen35moe", level="layers", build=build)
+
+
+class _Recurrence:
+    """Token-by-token gated delta rule; without the norm its keys have length 8."""
+
+    def __init__(self, *, norm_keys: bool) -> None:
+        self.norm_keys = norm_keys
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **_: Any) -> Any:
+        """q, k [B, T, Hk, D]; v [B, T, H, D]; g, beta [B, T, H] -> out [B, T, H, D], state [B, H, D, D]."""
+        import torch
+        import torch.nn.functional as F
+
+        repeat = value.shape[2] // key.shape[2]
+        q, k = (F.normalize(x, dim=-1).repeat_interleave(repeat, 2) for x in (query, key))
+        k = k if self.norm_keys else 8.0 * k
+        state = value.new_zeros(value.shape[0], value.shape[2], k.shape[-1], value.shape[-1])
+        outputs = []
+        for t in range(value.shape[1]):
+            state = state * g[:, t].exp()[..., None, None]
+            recalled = torch.einsum("bhk,bhkv->bhv", k[:, t], state)
+            delta = (value[:, t] - recalled) * beta[:, t].unsqueeze(-1)
+            state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], delta)
+            outputs.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state) * k.shape[-1] ** -0.5)
+        return torch.stack(outputs, 1), state
+
+
+DRILL = Drill(
+    name="unstable-delta",
+    family="I",
+    title="un-normalised keys make the delta rule's state explode",
+    stages=frozenset({"recurrent_state"}),
+    variants=_variants,
+)

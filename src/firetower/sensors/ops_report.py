@@ -1,0 +1,214 @@
+"""Builds the events of op-level sensing and keeps them: capped, in order, with what they say in words."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from torch import Tensor
+
+from firetower.core.records import BadValue, Kind, TensorSummary
+from firetower.sensors.check import Frame
+from firetower.sensors.ops_events import Cause, LaunderEvent, OpEvent, Writer
+from firetower.sensors.ops_kinds import OpInfo
+from firetower.sensors.ops_modules import ModuleStack, layer_of, source_line, stage_of
+from firetower.sensors.ops_names import Owner
+from firetower.sensors.ops_values import Operand, bad_places, first_at
+from firetower.sensors.summary import summarize
+
+MAX_EVENTS = 256
+"""How many propagators, how many other events and how many launderers are kept; all are counted."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ran:
+    """One op that ran: what it is, its place in the run, and the float tensors it read."""
+
+    info: OpInfo
+    index: int
+    arguments: tuple[tuple[str, Tensor], ...]
+
+
+class Report:
+    """Events of one run, in the order in which they were found.
+
+    Attributes:
+        events: bad ops, culprits and propagators; ``num_events`` counts those beyond the cap too.
+        laundered: ops that made a bad value disappear, one for each place in the code.
+        frame: maps rows to tokens where the caller knows how.
+    """
+
+    def __init__(self, stack: ModuleStack) -> None:
+        self.stack = stack
+        self.frame: Callable[[], Frame | None] | None = None
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all events."""
+        self.events: list[OpEvent] = []
+        self.laundered: list[LaunderEvent] = []
+        self.num_events = 0
+        self._num_kept = {True: 0, False: 0}
+
+    @property
+    def origin(self) -> OpEvent | None:
+        """The first event that spreads no other."""
+        return next((e for e in self.events if not e.is_propagator), None)
+
+    def writer(self, ran: Ran, output: Tensor | None = None, owner: Owner | None = None) -> Writer:
+        """Note who wrote a value that is harmless so far; with ``output`` for a +Inf."""
+        return Writer(
+            op=ran.info.name,
+            module=self.stack.path,
+            source=source_line(),
+            index=ran.index,
+            first=None if output is None else self._first(output, bad_places(output, neg_inf=False)),
+            output=None if output is None else summarize("output", output),
+            cause=Cause.CONSTANT if owner is None else owner.cause,
+            tensor=None if owner is None else owner.name,
+        )
+
+    def bad_op(
+        self,
+        ran: Ran,
+        output: Tensor,
+        output_index: int,
+        places: Tensor,
+        cause: Cause,
+        culprit: str,
+        *,
+        source: Operand | None = None,
+        tensor: str | None = None,
+        notes: tuple[str, ...] = (),
+    ) -> OpEvent:
+        """An op whose output is bad at ``places``; ``source`` is the operand that was bad already."""
+        inputs = tuple(summarize(name, x) for name, x in ran.arguments)
+        first = self._first(output, places)
+        event = self._event(
+            ran,
+            first=first,
+            cause=cause,
+            culprit=culprit,
+            output_index=output_index,
+            inputs=inputs,
+            output=summarize("output", output),
+            tensor=tensor,
+            tensor_first=None if source is None else self._first(source.value, bad_places(source.value, neg_inf=True)),
+            tensor_summary=None if source is None else summarize(tensor or source.name, source.value),
+            notes=(*notes, *_notes(inputs, first, cause)),
+        )
+        return self._keep(event)
+
+    def bad_input(self, ran: Ran, source: Operand, owner: Owner) -> OpEvent:
+        """An op that read a bad value from outside, though its output is clean."""
+        first = self._first(source.value, bad_places(source.value, neg_inf=True))
+        event = self._event(
+            ran,
+            first=first,
+            cause=owner.cause,
+            culprit=owner.culprit,
+            tensor=owner.name,
+            tensor_first=first,
+            tensor_summary=summarize(owner.name or source.name, source.value),
+        )
+        return self._keep(event)
+
+    def harmful(self, writer: Writer, seen_at: str) -> OpEvent:
+        """A +Inf written earlier has done damage, or has left the model: its writer is the origin."""
+        assert writer.first is not None
+        owner = Owner(writer.cause, writer.tensor)
+        own = "it wrote a +Inf constant" if writer.cause is Cause.CONSTANT else owner.culprit
+        if writer.cause is Cause.OWN:
+            own = "it turned a legal -Inf into +Inf"
+        event = OpEvent(
+            index=writer.index,
+            op=writer.op,
+            module=writer.module,
+            source=writer.source,
+            stage=stage_of(writer.module, writer.op.split(".")[1] if "." in writer.op else ""),
+            layer=layer_of(writer.module),
+            first=writer.first,
+            cause=writer.cause,
+            culprit=f"{own}; seen at {seen_at}",
+            output_index=0,
+            output=writer.output,
+            tensor=writer.tensor,
+            seen_at=seen_at,
+        )
+        return self._keep(event)
+
+    def propagated(self, ran: Ran, output: Tensor, output_index: int, root: OpEvent) -> None:
+        """An op that only spread what ``root`` made."""
+        self.num_events += 1
+        if self._num_kept[True] >= MAX_EVENTS:
+            return
+        self._num_kept[True] += 1
+        self.events.append(
+            self._event(
+                ran,
+                first=self._first(output, bad_places(output, neg_inf=True)),
+                cause=Cause.PROPAGATED,
+                culprit=f"spreads what op {root.index} ({root.op}) made",
+                output_index=output_index,
+                output=summarize("output", output),
+                origin_index=root.index,
+            )
+        )
+
+    def launder(self, ran: Ran, source: Operand, origin: OpEvent | None) -> None:
+        """An op that read a bad value and shows none."""
+        place = (ran.info.name, self.stack.path, source_line())
+        for i, old in enumerate(self.laundered):
+            if (old.op, old.module, old.source) == place:
+                self.laundered[i] = dataclasses.replace(old, count=old.count + 1)
+                return
+        if len(self.laundered) >= MAX_EVENTS:
+            return
+        self.laundered.append(
+            LaunderEvent(
+                index=ran.index,
+                op=place[0],
+                module=place[1],
+                source=place[2],
+                stage=stage_of(place[1], ran.info.root),
+                layer=layer_of(place[1]),
+                first=self._first(source.value, bad_places(source.value, neg_inf=True)),
+                origin_index=None if origin is None else origin.index,
+            )
+        )
+
+    def _first(self, x: Tensor, places: Tensor) -> BadValue:
+        return first_at(x, places, self.frame() if self.frame is not None else None)
+
+    def _event(self, ran: Ran, *, first: BadValue, cause: Cause, culprit: str, **more: object) -> OpEvent:
+        path = self.stack.path
+        return OpEvent(
+            index=ran.index,
+            op=ran.info.name,
+            module=path,
+            source=source_line(),
+            stage=stage_of(path, ran.info.root),
+            layer=layer_of(path),
+            first=first,
+            cause=cause,
+            culprit=culprit,
+            **more,  # type: ignore[arg-type]
+        )
+
+    def _keep(self, event: OpEvent) -> OpEvent:
+        self.num_events += 1
+        if self._num_kept[False] < MAX_EVENTS:
+            self._num_kept[False] += 1
+            self.events.append(event)
+        return event
+
+
+def _notes(inputs: tuple[TensorSummary, ...], first: BadValue, cause: Cause) -> tuple[str, ...]:
+    notes = []
+    if cause is Cause.OWN and inputs and all(s.num_nonfinite == 0 for s in inputs):
+        notes.append("every input is finite")
+        if first.kind is not Kind.NAN:
+            ranges = ", ".join(f"{s.name} {s.absmax:.6g}" for s in inputs if s.absmax is not None)
+            notes.append(f"overflow or a pole: absmax of the inputs is {ranges}")
+    notes += [f"input {s.name} is all zeros" for s in inputs if s.zero_frac == 1.0 and len(s.shape)]
+    return tuple(notes)
