@@ -1,4 +1,4 @@
-"""Every checker of the contracts, on a small bad source that it must refuse and a good one that it must let pass."""
+"""Every checker of the contracts, on a small bad source that it must refuse and a good one that passes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from contracts import imports, names, style
         ("firetower/scan/__init__.py", "from ..drills import b", "scan imports drills"),
         (
             "firetower/core/a.py",
-            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from firetower.attach.watch import Watch",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from firetower.attach.watch import W",
             "core imports attach",
         ),
         ("firetower/cellar/a.py", "", "room cellar is not in the order"),
@@ -50,7 +50,7 @@ def test_downward_imports_pass(path, source):
         ("firetower/core/a.py", "import torch"),
         ("firetower/fires/a.py", "def f():\n    import torch"),
         ("firetower/scan/gguf.py", "def f():\n    from torch import nn"),
-        ("firetower/scan/torchfile.py", "import torch"),
+        ("firetower/scan/pytorch.py", "import torch"),
         ("firetower/cli/a.py", "from transformers import AutoModel"),
         ("firetower/cli/a.py", "try:\n    import torch\nexcept ImportError:\n    pass"),
         ("firetower/core/a.py", "if TYPE_CHECKING:\n    pass\nelse:\n    import torch.nn"),
@@ -64,7 +64,7 @@ def test_torch_in_a_torch_free_room_is_refused(path, source):
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("firetower/scan/torchfile.py", "def f():\n    import torch"),
+        ("firetower/scan/pytorch.py", "def f():\n    import torch"),
         ("firetower/cli/a.py", "def run(args):\n    import torch"),
         ("firetower/core/a.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
         ("firetower/attach/a.py", "import torch"),
@@ -189,9 +189,7 @@ def test_machine_paths_are_refused(folder):
     assert found == [f"a.md:2: see /{folder}/someone/x"]
 
 
-@pytest.mark.parametrize(
-    "line", ["https://example.org/home/page", "~/work/x", "network/root/a", "a / root / b"]
-)
+@pytest.mark.parametrize("line", ["https://a.org/home/page", "~/work/x", "network/root/a", "a / root / b"])
 def test_other_slashes_pass(line):
     assert names.machine_paths({"a.md": line}) == []
 

@@ -1,4 +1,4 @@
-"""The rules of the house, on the tree as it is. What each rule refuses is shown in test_checkers_can_fail.py."""
+"""The rules of the house, on the tree as it is; test_checkers_can_fail.py shows what each rule refuses."""
 
 from __future__ import annotations
 

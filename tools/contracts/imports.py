@@ -23,7 +23,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
 TORCH_FREE = {"core", "fires", "detect", "capture", "report", "scan", "cli"}
 """Rooms that work without torch."""
 
-LAZY_TORCH = ("firetower/scan/torchfile.py",)
+LAZY_TORCH = ("firetower/scan/pytorch.py",)
 """Files of torch-free rooms that may import torch inside a function."""
 
 HEAVY = {"torch", "transformers"}
@@ -86,16 +86,17 @@ def _packages(tree: ast.Module) -> Iterator[tuple[int, str, bool]]:
             yield node.lineno, node.module.split(".")[0], at_start
 
 
-def _imports(node: ast.AST, at_start: bool = True) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.Import | ast.ImportFrom):
-            yield child, at_start
-        elif isinstance(child, ast.If) and _is_type_checking(child.test):
-            for other in child.orelse:
-                yield from _imports(other, at_start)
-        else:
-            is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-            yield from _imports(child, at_start and not is_function)
+def _imports(tree: ast.Module) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
+    pending: list[tuple[ast.AST, bool]] = [(node, True) for node in reversed(tree.body)]
+    while pending:
+        node, at_start = pending.pop()
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node, at_start
+        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        children = list(ast.iter_child_nodes(node))
+        if isinstance(node, ast.If) and _is_type_checking(node.test):
+            children = list(node.orelse)
+        pending += [(child, at_start and not is_function) for child in reversed(children)]
 
 
 def _is_type_checking(test: ast.expr) -> bool:

@@ -92,9 +92,9 @@ def discover(model: nn.Module, level: str) -> list[Tap]:
 
 def _head(model: nn.Module) -> Iterator[Tap]:
     """The head as stored by its own module holds finite values only; what the model makes of it may hold -Inf."""
-    for name, module in model.named_children():
-        if name in _HEADS:
-            yield Tap(signal=Signal(stage="logits", module=name), module=module, side=Side.OUTPUT)
+    for path, module in model.named_modules():
+        if path.rpartition(".")[2] in _HEADS:
+            yield Tap(signal=Signal(stage="logits", module=path), module=module, side=Side.OUTPUT)
 
 
 def _is_decoder_layer(module: nn.Module) -> bool:

@@ -75,7 +75,8 @@ def notes(sensor: EvalSensor, again: EvalSensor | None) -> list[str]:
             "a rerun of the same tokens with every tensor watched was clean: "
             "not a fixed fault of weights or input; look at what differs (threads, memory, order)"
         )
-    if again is None and sensor.level == "filtered":
+    weight_is_bad = any(s.role == "weight" and s.status is Status.BAD for s in burn.sources)
+    if again is None and sensor.level == "filtered" and not weight_is_bad:
         out.append(
             "seen at level filtered: the exact op is at or before this tensor, after the last clean one"
         )

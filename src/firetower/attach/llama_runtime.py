@@ -23,6 +23,8 @@ from firetower.core.errors import ConfigError, MissingExtraError, TraceError
 
 _ERROR_LEVEL, _CONTINUED = 4, 5
 _CONTEXT_ROUNDING = 256
+FLASH_ATTENTION = {"auto": -1, "on": 1, "off": 0}
+"""llama.cpp's ``llama_flash_attn_type``, by name."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,13 +34,15 @@ class LlamaOptions:
     ``num_threads`` None: the CPUs this process may use, at most 8. ``ubatch_size`` is the largest number of
     prompt tokens computed at once. ``num_gpu_layers`` 0 keeps everything on the CPU. ``repack`` False keeps
     weights in ggml's plain layout (llama.cpp's ``--no-repack``): slower kernels, and a test of the fast ones.
-    ``debug`` lets llama.cpp's log through to stderr.
+    ``flash_attention`` ``off`` computes scores and softmax as separate, visible ops. ``debug`` lets llama.cpp's
+    log through to stderr.
     """
 
     num_threads: int | None = None
     ubatch_size: int = 512
     num_gpu_layers: int = 0
     repack: bool = True
+    flash_attention: str = "auto"
     debug: bool = False
 
     def __post_init__(self) -> None:
@@ -54,6 +58,8 @@ class LlamaOptions:
             raise ConfigError(
                 f"num_gpu_layers={self.num_gpu_layers}: must not be negative; 0 is the CPU only"
             )
+        if self.flash_attention not in FLASH_ATTENTION:
+            raise ConfigError(f"flash_attention={self.flash_attention!r}: must be auto, on or off")
 
 
 def require_llama_cpp() -> None:
@@ -203,6 +209,7 @@ class LlamaContext:
         params.n_ctx = -(-num_tokens // _CONTEXT_ROUNDING) * _CONTEXT_ROUNDING
         params.n_batch = params.n_ubatch = options.ubatch_size
         params.n_threads = params.n_threads_batch = options.num_threads or default_num_threads()
+        params.flash_attn_type = FLASH_ATTENTION[options.flash_attention]
         # the C side keeps a bare pointer: this reference must outlive the context
         self._callback = lib.ggml_backend_sched_eval_callback(callback) if callback is not None else None
         if self._callback is not None:

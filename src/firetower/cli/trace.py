@@ -67,6 +67,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--no-repack", action="store_true", help="keep weights in their plain layout (slower kernels)"
     )
+    run.add_argument(
+        "--flash-attn",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="off: scores and softmax become ops of their own, visible at level full (default: auto)",
+    )
     store = parser.add_argument_group("the fire")
     store.add_argument("--store", metavar="PATH", help="the store, instead of the usual one")
     store.add_argument("--no-store", action="store_true", help="do not keep the fire")
@@ -89,6 +95,7 @@ def run(args: argparse.Namespace) -> int:
         ubatch_size=args.ubatch,
         num_gpu_layers=args.gpu_layers,
         repack=not args.no_repack,
+        flash_attention=args.flash_attn,
         debug=args.debug,
     )
     result = trace_in_child(

@@ -1,7 +1,8 @@
-"""Helpers that place a fault inside a host model: sites of stages, prompts, replaced forwards, calibration."""
+"""Helpers that place a fault inside a host model: sites of stages, prompts, other forwards, calibration."""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable
 from random import Random
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from firetower.core.records import Kind
 from firetower.drills import hosts
 from firetower.drills.spec import Case, Host
 from firetower.drills.truth import Site, whole_tensors
@@ -87,8 +89,17 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     module.forward = forward
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Overflow:
+    """Where a product overflows first."""
+
+    channel: int
+    token: int
+    kind: Kind
+
+
 @torch.no_grad()
-def scale_product(gate: Tensor, up: Tensor, x: Tensor, rng: Random, *, fault: bool) -> tuple[int, list[int]]:
+def scale_product(gate: Tensor, up: Tensor, x: Tensor, rng: Random, *, fault: bool) -> Overflow:
     """Scale one channel of a SwiGLU so that its fp16 product overflows while gate and up stay finite.
 
     Args:
@@ -99,7 +110,7 @@ def scale_product(gate: Tensor, up: Tensor, x: Tensor, rng: Random, *, fault: bo
         fault: reach 1.6 times the type's maximum; else 0.4 times, large but finite.
 
     Returns:
-        (channel, tokens that overflow under the fault).
+        The overflow under the fault: its channel, and token and class of its first element.
     """
     g, u = x.float() @ gate.float().T, x.float() @ up.float().T
     for channel in rng.sample(range(len(gate)), len(gate)):
@@ -107,20 +118,21 @@ def scale_product(gate: Tensor, up: Tensor, x: Tensor, rng: Random, *, fault: bo
         if gain <= 0:
             continue
         factor, mild = ((p * FP16_MAX / gain) ** 0.5 for p in (1.6, 0.4))
-        if (tokens := _overflowing(g[:, channel] * factor, u[:, channel] * factor)) is not None:
+        if (token := _first_overflow(g[:, channel] * factor, u[:, channel] * factor)) is not None:
             for weight in (gate, up):
                 weight[channel] *= factor if fault else mild
-            return channel, tokens
+            kind = Kind.POS_INF if u[token, channel] > 0 else Kind.NEG_INF
+            return Overflow(channel=channel, token=token, kind=kind)
     raise AssertionError("no channel of this layer can be made to overflow cleanly")
 
 
-def _overflowing(g: Tensor, u: Tensor) -> list[int] | None:
-    """Tokens whose product is beyond fp16; None when one is near the edge or an operand overflows itself."""
+def _first_overflow(g: Tensor, u: Tensor) -> int | None:
+    """First token whose product is beyond fp16; None when one is near the edge or an operand is too."""
     product = (F.silu(g) * u).abs() / FP16_MAX
     near = bool(((product > 0.8) & (product < 1.25)).any())
     if near or max(g.abs().max(), u.abs().max()) > 0.7 * FP16_MAX or product.max() < 1.25:
         return None
-    return [int(i) for i in (product > 1.0).nonzero()[:, 0]]
+    return int((product > 1.0).nonzero()[0])
 
 
 def replace_chunk_rule(mixer: nn.Module, rule: Callable[..., Any]) -> None:

@@ -145,7 +145,7 @@ class DecayMatrix(nn.Module):
         upper = torch.ones(pairs.shape[-2:], dtype=torch.bool).triu(1)
         if self.mask_first:
             return torch.exp(pairs.masked_fill(upper, float("-inf")))
-        return torch.exp(pairs).tril()
+        return torch.exp(pairs) * ~upper
 
 
 class DecayGate(nn.Module):

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from firetower.core.records import Kind
 from firetower.sensors.ops_events import Cause, OpEvent, Writer
 from firetower.sensors.ops_kinds import OpInfo
 from firetower.sensors.ops_names import Owner
@@ -17,6 +16,7 @@ from firetower.sensors.ops_values import Flags, Operand, bad_places, flags_of, p
 
 _OWN = "made by this op"
 _READS_UNWRITTEN = "reads memory nobody wrote"
+_OUTPUT = "the model's output"
 
 
 class Judge:
@@ -134,12 +134,14 @@ class Judge:
         literals = [o for o in operands if o.entry is not None and o.entry.is_literal]
         if not (has_number or literals) or any(_is_pending(o) and o not in literals for o in operands):
             return False
+        if literals and ran.info.root in ("_to_copy", "clone") and x.numel() == 1:
+            self.table.entry(x).is_literal = True
+            return True
         if flags.only_neg_inf:
             self._set_legal(ran, x, operands)
             return True
         if flags.nan or not ran.info.is_mover:
-            wrote_nan = flags.nan and ran.info.is_mover
-            text = "it wrote a NaN constant" if wrote_nan else "it computed with an infinite constant"
+            text = "it wrote a NaN constant" if ran.info.is_mover else "it computed with a non-finite constant"
             places = bad_places(x, neg_inf=False)
             event = self.report.bad_op(ran, x, number, places, Cause.CONSTANT, text)
             self.table.mark_bad(x, event, neg_inf=False)
@@ -165,9 +167,9 @@ class Judge:
             if flags.neg_inf:
                 self._set_legal(ran, x, operands)
             return True
-        self.table.mark_bad(x, self.harm(writer, self._here(ran)), neg_inf=flags.neg_inf)
-        if writer not in (source.entry and source.entry.pending,):
-            self.table.entry(source.tensor).pending = writer
+        if writer in self._fired:
+            self.report.propagated(ran, x, number, self._fired[writer])
+        self.table.mark_bad(x, self._harm(writer, self._here(ran)), neg_inf=flags.neg_inf)
         return True
 
     def _writer_of(self, ran: Ran, source: Operand) -> Writer:
@@ -194,8 +196,7 @@ class Judge:
             return
         writer = masks[0].entry.legal if masks[0].entry is not None else None
         by = f"written by {writer}" if writer is not None else f"from {self._mask_owner(masks[0])}"
-        kind = Kind.NAN if flags.nan else "+Inf"
-        text = f"turned a legal -Inf into {'NaN' if kind is Kind.NAN else kind}; the -Inf was {by}"
+        text = f"turned a legal -Inf into {'NaN' if flags.nan else '+Inf'}; the -Inf was {by}"
         notes = ("a row of its input is all -Inf",) if _has_empty_row(masks[0].value) else ()
         places = bad_places(x, neg_inf=False)
         event = self.report.bad_op(ran, x, number, places, Cause.MASK, text, source=masks[0], notes=notes)
@@ -225,7 +226,20 @@ class Judge:
     def _set_pending(self, x: Tensor, writer: Writer) -> None:
         self.table.entry(x).pending = writer
 
-    def harm(self, writer: Writer, seen_at: str) -> OpEvent:
+    def leaving(self, operand: Operand, number: int, index: int) -> None:
+        """Judge a non-finite tensor, not reported so far, that the model returns."""
+        entry, flags = operand.entry, operand.flags
+        if flags.only_neg_inf:
+            return
+        if entry is not None and entry.pending is not None and not flags.nan:
+            event = self._harm(entry.pending, _OUTPUT)
+        elif entry is not None and entry.unwritten is not None:
+            event = self.report.bad_output(operand, number, entry.unwritten, Owner(Cause.UNWRITTEN, None))
+        else:
+            event = self.report.bad_output(operand, number, index, self._owner(operand))
+        self.table.mark_bad(operand.tensor, event, neg_inf=False)
+
+    def _harm(self, writer: Writer, seen_at: str) -> OpEvent:
         """The event of a +Inf that did damage; one event a writer."""
         if writer not in self._fired:
             self._fired[writer] = self.report.harmful(writer, seen_at)

@@ -85,6 +85,7 @@ class OpInfo:
         reinterprets: a view that reads the same bytes as another type.
         mutated: names of arguments written, in schema order; ``outs`` those of them that are ``out=``.
         overwrites: what it writes, it does not read.
+        is_composite: made of other ops only; seen whole under ``inference_mode``.
         is_pointwise: output places correspond to input places by broadcasting.
     """
 
@@ -106,6 +107,7 @@ class OpInfo:
     launders: bool
     first_output_only: bool
     is_own: bool
+    is_composite: bool
 
 
 @lru_cache(maxsize=None)
@@ -141,4 +143,23 @@ def op_info(func: Any) -> OpInfo:
         launders=root in _LAUNDERERS,
         first_output_only=root.startswith(_FIRST_OUTPUT_ONLY),
         is_own=name.startswith("firetower"),
+        is_composite=_is_composite(func),
+    )
+
+
+def run_composite(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run a composite op through its C++ body, so that the ops inside are dispatched one by one.
+
+    Not ``func.decompose``: that prefers Python decompositions, whose results can differ in the last bit.
+    """
+    return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
+def _is_composite(func: Any) -> bool:
+    if not isinstance(func, torch._ops.OpOverload):
+        return False
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    own_kernels = ("CPU", "CUDA", "CompositeExplicitAutograd")
+    return has_kernel(func.name(), "CompositeImplicitAutograd") and not any(
+        has_kernel(func.name(), key) for key in own_kernels
     )

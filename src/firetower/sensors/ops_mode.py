@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from firetower.sensors.check import Frame, is_clean
 from firetower.sensors.ops_events import LaunderEvent, OpEvent
 from firetower.sensors.ops_judge import Judge, is_bad
-from firetower.sensors.ops_kinds import OpInfo, op_info
+from firetower.sensors.ops_kinds import OpInfo, op_info, run_composite
 from firetower.sensors.ops_modules import ModuleStack
 from firetower.sensors.ops_names import Owners
 from firetower.sensors.ops_report import Ran, Report
@@ -152,11 +152,11 @@ class OpsMode(TorchDispatchMode):
         if info.is_composite:
             # under inference_mode composite ops arrive whole: take them apart as they are everywhere else
             with self:
-                return func.decompose(*args, **kwargs)
+                return run_composite(func, args, kwargs)
         if info.is_own or (info.is_view and info.root not in _LITERALS):
             self.num_ops += 1
             return func(*args, **kwargs)
-        before = self._guarded(lambda: snapshot(info, args, kwargs)) if info.mutated else None
+        before = self._snapshot(info, args, kwargs) if info.mutated else None
         out = func(*args, **kwargs)
         index = self.num_ops
         self.num_ops += 1
@@ -166,6 +166,14 @@ class OpsMode(TorchDispatchMode):
         except Exception as e:  # noqa: BLE001 - our failure must not stop inference; it is counted and shown
             self._failed(e)
         return out
+
+    def _snapshot(self, info: OpInfo, args: Any, kwargs: Any) -> Snapshots | None:
+        def take() -> Snapshots:
+            with _quiet():
+                return snapshot(info, args, kwargs)
+
+        kept: Snapshots | None = self._guarded(take)
+        return kept
 
     def _observe(
         self, info: OpInfo, index: int, args: Any, kwargs: Any, out: Any, before: Snapshots | None
@@ -178,7 +186,6 @@ class OpsMode(TorchDispatchMode):
         self.num_checked += len(outputs)
         if not dirty and not self._table and not (info.launders or not outputs):
             return
-        ran = None
         if dirty:
             ran = Ran(info, index, _arguments(info, args, kwargs, before))
             self._judge_all(ran, dirty, args, kwargs, before)
@@ -216,8 +223,9 @@ class OpsMode(TorchDispatchMode):
         if ran.info.root in _LITERALS and dirty[0][1].numel() == 1:
             self._table.entry(dirty[0][1]).is_literal = True
             return
-        read = operands(ran.info, args, kwargs, before, self._table)
-        has_constant = has_nonfinite_number(args, kwargs) or ran.info.root == "lift_fresh"
+        is_made = ran.info.root in _LITERALS
+        read = [] if is_made else operands(ran.info, args, kwargs, before, self._table)
+        has_constant = is_made or has_nonfinite_number(args, kwargs)
         for number, x in dirty:
             self._judge.output(ran, x, number, read, has_constant=has_constant)
 

@@ -29,6 +29,7 @@ class Owner:
             Cause.WEIGHT: f"the weight itself is non-finite{of}",
             Cause.BUFFER: f"the buffer itself is non-finite{of}",
             Cause.CALLER: f"input given by the caller{of}",
+            Cause.CARRIED: f"left by an earlier step{of}",
         }.get(self.cause, "read from a tensor that was made before the watch, or written out of its sight")
 
 

@@ -113,6 +113,32 @@ class Report:
         )
         return self._keep(event)
 
+    def bad_output(self, source: Operand, number: int, where: Writer | int, owner: Owner) -> OpEvent:
+        """A bad value that leaves the model without any op having been seen to make it.
+
+        ``where`` is the allocation of memory that nobody wrote, or the number of ops that ran before.
+        """
+        first = self._first(source.value, bad_places(source.value, neg_inf=False))
+        is_empty = isinstance(where, Writer)
+        module = where.module if isinstance(where, Writer) else ""
+        return self._keep(
+            OpEvent(
+                index=where.index if isinstance(where, Writer) else where,
+                op=where.op if isinstance(where, Writer) else "output",
+                module=module,
+                source=where.source if isinstance(where, Writer) else source_line(),
+                stage=stage_of(module),
+                layer=layer_of(module),
+                first=first,
+                cause=owner.cause,
+                culprit="returned memory nobody wrote" if is_empty else owner.culprit,
+                output_index=number,
+                output=summarize("output", source.value),
+                tensor=owner.name,
+                seen_at="the model's output",
+            )
+        )
+
     def harmful(self, writer: Writer, seen_at: str) -> OpEvent:
         """A +Inf written earlier has done damage, or has left the model: its writer is the origin."""
         assert writer.first is not None

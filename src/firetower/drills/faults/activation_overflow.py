@@ -105,9 +105,14 @@ def _expert_case(seed: int, layer: int, fault: bool) -> tuple[Case, Origin]:
     rows = (chosen == expert).T.nonzero()[:, 1]
     stacked = moe.experts.gate_up_proj.data[expert]
     half = len(stacked) // 2
-    channel, bad = scale_product(stacked[:half], stacked[half:], x[rows], rng, fault=fault)
-    module = f"model.layers.{layer}.mlp.experts"
-    return case, Origin(module=module, op="aten.mul.Tensor", row=bad[0], column=channel)
+    first = scale_product(stacked[:half], stacked[half:], x[rows], rng, fault=fault)
+    return case, Origin(
+        module=f"model.layers.{layer}.mlp.experts",
+        op="aten.mul.Tensor",
+        row=first.token,
+        column=first.channel,
+        kind=first.kind,
+    )
 
 
 DRILL = Drill(

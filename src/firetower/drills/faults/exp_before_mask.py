@@ -65,7 +65,8 @@ def _host(seed: int, level: Any) -> Variant:
         if not fault:
             return case
         if level == "layers":
-            return with_truth(case, site(model, "recurrent_state", layer))
+            # the triangular solve never reads above the diagonal: the state stays clean, the output does not
+            return with_truth(case, site(model, "attention", layer))
         case.call()
         total = gates[0][0, :, 0].float().cumsum(0)  # head 0: [tokens]
         column = int(((total[0] - total) > 88.7228).nonzero()[0])
@@ -102,7 +103,7 @@ class _Chunk:
         if self.mask_first:
             decay = pairs.masked_fill(upper, float("-inf")).exp()
         else:
-            decay = pairs.exp().tril()
+            decay = pairs.exp() * ~upper
         system = (k * b.unsqueeze(-1)) @ k.mT * decay
         new = torch.linalg.solve_triangular(system, v * b.unsqueeze(-1), upper=False, unitriangular=True)
         out = (q @ k.mT * q.shape[-1] ** -0.5 * decay) @ new
@@ -114,6 +115,6 @@ DRILL = Drill(
     name="exp-before-mask",
     family="I",
     title="pairwise decays overflow above the diagonal because exp comes before the causal mask",
-    stages=frozenset({"recurrent_state"}),
+    stages=frozenset({"attention"}),
     variants=_variants,
 )

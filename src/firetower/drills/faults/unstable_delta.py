@@ -42,26 +42,17 @@ def _first_overflow(k: Tensor, v: Tensor) -> Origin:
 
     state = torch.zeros(k.shape[-1], v.shape[-1], dtype=k.dtype)
     for k_t, v_t in zip(k, v, strict=True):
-        for op, value in _step(state, k_t, v_t):
+        recalled = k_t @ state
+        delta = v_t - recalled
+        write = torch.outer(k_t, delta)
+        state = state + write
+        # a vector times a matrix runs as a product of matrices
+        ops = {"mm.default": recalled, "sub.Tensor": delta, "mul.Tensor": write, "add.Tensor": state}
+        for op, value in ops.items():
             if place := first_nonfinite(value):
-                return Origin(module="", op=op, row=place["row"], column=place["column"], kind=place["kind"])
-            state = value
+                place.pop("bits")
+                return Origin(module="", op=f"aten.{op}", **place)
     raise AssertionError("the recurrence stayed finite")
-
-
-def _step(state: Tensor, k: Tensor, v: Tensor) -> list[tuple[str, Tensor]]:
-    import torch
-
-    # vector @ matrix runs as a matrix-vector product of the transpose
-    recalled = k @ state
-    delta = v - recalled
-    write = torch.outer(k, delta)
-    return [
-        ("aten.mv.default", recalled),
-        ("aten.sub.Tensor", delta),
-        ("aten.mul.Tensor", write),
-        ("aten.add.Tensor", state + write),
-    ]
 
 
 def _host(seed: int, layer: int) -> Variant:

@@ -1,4 +1,4 @@
-"""C2b: pad rows of a workspace were never written; a scale over all rows spreads their NaN to the real ones."""
+"""C2b: pad rows of a workspace were never written; a scale over all rows spreads their NaN to the others."""
 
 from __future__ import annotations
 

@@ -1,0 +1,177 @@
+"""`on_fire="isolate"`: only the burned rows of a generate() batch stop, the others' tokens are those of a clean run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import firetower
+import pytest
+import torch
+from firetower.core.records import Outcome
+from firetower.drills import hosts
+from torch import Tensor
+
+PAD = 3
+
+
+@contextlib.contextmanager
+def burn(model: Any, layer: int, rows: list[int], at_length: int) -> Iterator[None]:
+    """Write NaN into rows of a layer's output once the sequence has ``at_length`` tokens, without any hook."""
+    module = model.model.layers[layer]
+    original = module.forward
+
+    def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        out = original(hidden_states, *args, **kwargs)
+        cache = kwargs.get("cache", kwargs.get("past_key_values"))
+        if cache is not None and seen["length"] == at_length:
+            out = out.clone()
+            out[rows, -1, 5] = float("nan")
+        return out
+
+    seen = {"length": 0}
+    embed = model.model.embed_tokens
+    embed_forward = embed.forward
+
+    def count(ids: Tensor) -> Tensor:
+        seen["length"] += ids.shape[1]
+        return embed_forward(ids)
+
+    module.forward, embed.forward = forward, count
+    try:
+        yield
+    finally:
+        del module.forward, embed.forward
+
+
+def run(model: Any, ids: Tensor, **kwargs: Any) -> Tensor:
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": PAD, "eos_token_id": None, **kwargs}
+    return model.generate(ids, attention_mask=options.pop("attention_mask", torch.ones_like(ids)), **options)
+
+
+def prompts(model: Any, batch: int, length: int = 6) -> Tensor:
+    return torch.randint(5, model.config.vocab_size - 5, (batch, length), generator=torch.Generator().manual_seed(7))
+
+
+@pytest.fixture(params=["small_qwen35_moe", "small_llama"])
+def model(request: pytest.FixtureRequest) -> Any:
+    return getattr(hosts, request.param)()
+
+
+@pytest.mark.parametrize(
+    ("rows", "step"), [([1], 0), ([1], 3), ([0, 3], 2), ([0, 1, 2, 3], 4)], ids=["prefill", "one", "two", "all"]
+)
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+def test_only_burned_rows_stop(model: Any, rows: list[int], step: int, do_sample: bool) -> None:
+    ids = prompts(model, 4)
+    torch.manual_seed(5)
+    bare = run(model, ids, do_sample=do_sample)
+    torch.manual_seed(5)
+    with burn(model, 2, rows, 6 + step), firetower.attach(model, on_fire="isolate", store=False) as watch:
+        out = run(model, ids, do_sample=do_sample)
+    for row in range(4):
+        if row in rows:
+            assert torch.equal(out[row, : 6 + step], bare[row, : 6 + step])
+            assert (out[row, 6 + step :] == PAD).all()
+        else:
+            assert torch.equal(out[row], bare[row])
+    assert sorted(b.sequence for f in watch.fires for b in f.burned)[:1] == rows[:1]
+    assert watch.fires[0].outcome is Outcome.ISOLATED
+    assert sum(f.count for f in watch.fires) >= len(rows)
+    if len(rows) == 4:
+        assert out.shape[1] == 6 + step
+
+
+def test_the_fire_names_the_row(model: Any) -> None:
+    with burn(model, 1, [2], 8), firetower.attach(model, on_fire="isolate", store=False) as watch:
+        run(model, prompts(model, 4))
+    fire = watch.fires[0]
+    assert (fire.origin.layer, fire.origin.stage) == (1, "output")
+    assert (fire.first.sequence, fire.first.column, fire.first.position) == (2, 5, 7)
+    assert [b.sequence for b in fire.burned] == [2]
+
+
+def test_a_clean_batch_is_untouched(model: Any) -> None:
+    ids = prompts(model, 3)
+    bare = run(model, ids)
+    with firetower.attach(model, on_fire="isolate", store=False) as watch:
+        assert torch.equal(run(model, ids), bare)
+    assert watch.fires == []
+
+
+def test_left_padded_batch(model: Any) -> None:
+    ids = prompts(model, 3)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    bare = run(model, ids, attention_mask=mask)
+    with burn(model, 1, [0], 8), firetower.attach(model, on_fire="isolate", store=False) as watch:
+        out = run(model, ids, attention_mask=mask)
+    assert torch.equal(out[1:], bare[1:])
+    assert (out[0, 8:] == PAD).all()
+    assert watch.fires[0].first.position == 3
+
+
+@pytest.mark.parametrize("num_return", [1, 2])
+def test_beams_burn_as_a_group(num_return: int) -> None:
+    model = hosts.small_llama()
+    ids = prompts(model, 3)
+    options = {"num_beams": 3, "num_return_sequences": num_return}
+    bare = run(model, ids, **options)
+    # rows 3..5 are the beams of prompt 1; one of them burns
+    with burn(model, 1, [4], 9), firetower.attach(model, on_fire="isolate", store=False):
+        out = run(model, ids, **options)
+    kept = [i for i in range(3 * num_return) if i // num_return != 1]
+    burned = [i for i in range(3 * num_return) if i // num_return == 1]
+    assert torch.equal(out[kept], bare[kept])
+    for i in burned:
+        assert (out[i, 9:] == PAD).all()
+        assert torch.equal(out[i, :6], ids[1])
+
+
+def test_return_dict_and_own_processors_are_kept(model: Any) -> None:
+    from transformers import LogitsProcessorList
+
+    calls = []
+
+    def own(input_ids: Tensor, scores: Tensor) -> Tensor:
+        calls.append(input_ids.shape[1])
+        return scores
+
+    ids = prompts(model, 2)
+    with burn(model, 1, [1], 8), firetower.attach(model, on_fire="isolate", store=False):
+        out = run(model, ids, return_dict_in_generate=True, logits_processor=LogitsProcessorList([own]))
+    assert (out.sequences[1, 8:] == PAD).all()
+    assert calls == [6, 7, 8, 9, 10, 11, 12, 13]
+
+
+def test_streamer_gets_no_burned_token(model: Any) -> None:
+    class Collect:
+        def __init__(self) -> None:
+            self.tokens: list[int] = []
+            self.ended = False
+
+        def put(self, value: Tensor) -> None:
+            self.tokens += value.reshape(-1).tolist()
+
+        def end(self) -> None:
+            self.ended = True
+
+    ids = prompts(model, 1)
+    bare = run(model, ids)
+    streamer = Collect()
+    with burn(model, 1, [0], 9), firetower.attach(model, on_fire="isolate", store=False):
+        out = run(model, ids, streamer=streamer)
+    assert out.tolist() == bare[:, :9].tolist()
+    assert streamer.tokens == bare[0, :9].tolist()
+    assert streamer.ended
+
+
+def test_generate_can_be_used_again_after_a_fire(model: Any) -> None:
+    ids = prompts(model, 2)
+    bare = run(model, ids)
+    with firetower.attach(model, on_fire="isolate", store=False) as watch:
+        with burn(model, 1, [0], 7):
+            run(model, ids)
+        assert torch.equal(run(model, ids), bare)
+        assert len(watch.fires) == 1
