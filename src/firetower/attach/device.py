@@ -31,7 +31,7 @@ class DevicePanels:
         traced: whether a graph that marks the panel was traced, so that steps run without our Python.
     """
 
-    def __init__(self, root: nn.Module, taps: list[Tap]) -> None:
+    def __init__(self, root: nn.Module, taps: list[Tap], *, is_compiled: bool) -> None:
         self._taps = taps
         self.in_use = False
         self.traced = False
@@ -45,12 +45,12 @@ class DevicePanels:
             self.panel.declare(legal=tap.signal.legal, layout=tap.layout)
         tensors = itertools.chain(root.parameters(), root.buffers())
         devices = {t.device for t in tensors if t.device.type in ("cpu", "cuda")}
-        self._is_host_only = all(d.type == "cpu" for d in devices)
+        self._never_marks = all(d.type == "cpu" for d in devices) and not is_compiled
         self.panel.freeze(sorted(devices or {torch.device("cpu")}, key=str))
 
     def begin(self, call: Call) -> None:
         """Open an eager step: remember its rows and pads, empty the panel (recorded, if a graph is being captured)."""
-        if self._is_host_only and not self.traced:
+        if self._never_marks and not self.traced:
             return
         self._num_sequences, self._num_tokens = call.shape()
         self._pad = call.pad()
@@ -116,6 +116,11 @@ class DevicePanels:
                 self._bad_value(pads.get(slot), frame, step),
                 order=len(step.findings),
             )
+        if bad:
+            # some signals were seen on the host, in time, and some on a device: order both as declared
+            for slot, finding in step.findings.items():
+                finding.order = slot
+            step.findings = dict(sorted(step.findings.items()))
         step.pad_before_real |= reading.pad_before_real
         for burned in reading.burned:
             if burned.sequence not in step.burned and burned.slot in bad:

@@ -91,14 +91,14 @@ class Watch:
         self.last_failure: str | None = None
         self._root: nn.Module = getattr(model, "_orig_mod", model)
         self._taps: list[Tap] = discover(self._root, "logits" if level == "ops" else level)
-        self._device = DevicePanels(self._root, self._taps)
+        self._compiled = reset_compiled(model)
+        self._device = DevicePanels(self._root, self._taps, is_compiled=self._compiled)
         self._hooks = HostHooks(self._taps, self._failed, self._device.mark)
         self._ops = OpsWatch(self._root) if level == "ops" else None
         self._log = FireLog(store)
         self._pending: Snapshot | None = None
         self._last: Step | None = None
         self._last_reading: Reading | None = None
-        self._compiled = reset_compiled(model)
         self._handles: list[RemovableHandle] = install(self._taps, self._hooks, self._device.mark)
         for module in {id(m): m for m in (self._root, model)}.values():
             self._handles.append(

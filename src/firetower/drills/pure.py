@@ -75,7 +75,7 @@ class Channels(nn.Module):
 class Bucket(nn.Module):
     """Quantises a batch padded to a bucket of rows, with one scale for the tensor.
 
-    ``scratch`` [rows, D] is the reused workspace: what lies after the real rows was never written this step.
+    ``scratch`` [rows, D] is the reused workspace: what lies after the real rows was never written.
     """
 
     def __init__(self, scratch: Tensor, *, read_pads: bool) -> None:
@@ -85,9 +85,8 @@ class Bucket(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, D] -> int8 values as floats, scaled back."""
-        rows = self.scratch.clone()
-        rows[: len(x)] = x
-        scale = (rows if self.read_pads else rows[: len(x)]).abs().amax() / 127
+        self.scratch[: len(x)] = x
+        scale = (self.scratch if self.read_pads else self.scratch[: len(x)]).abs().amax() / 127
         return torch.round(x / scale) * scale
 
 

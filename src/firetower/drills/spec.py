@@ -11,6 +11,9 @@ from firetower.core.records import Kind
 if TYPE_CHECKING:
     from torch import nn
 
+Level = Literal["layers", "ops"]
+"""Level of the watch that finds a variant's origin."""
+
 Host = Literal["pure", "smollm2", "qwen35moe", "qwen4exp"]
 """Where a variant lives: a tiny module of its own, the real model, or a small random hybrid one."""
 
@@ -82,7 +85,7 @@ class Variant:
 
     id: str
     host: Host
-    level: Literal["layers", "ops"]
+    level: Level
     build: Callable[[bool], Case]
 
 

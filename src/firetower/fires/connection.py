@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sqlite3
 import stat
@@ -14,6 +15,8 @@ from firetower.core.errors import StoreError
 from firetower.fires.migrations import MIGRATIONS, migrate, schema_version
 from firetower.fires.migrations.v0001_create import APPLICATION_ID
 from firetower.fires.text import visible
+
+_logger = logging.getLogger("firetower.fires")
 
 _MAGIC = b"SQLite format 3\0"
 _ELSEWHERE = "set FIRETOWER_STORE (or --store) to another file"
@@ -103,12 +106,13 @@ def _open_writable(path: Path, *, readonly: bool, timeout_s: float) -> sqlite3.C
     connection = _connect(path, "mode=rw", timeout_s)
     try:
         _check_owner(connection, path)
-        # each only matters to an empty file or to this connection: pages come back after a prune, and what is
-        # erased is overwritten rather than left in free pages
-        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+        if schema_version(connection) == 0:
+            # gives pages back after a prune; only an empty file can take it
+            connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+        # what is erased is overwritten rather than left in free pages
         connection.execute("PRAGMA secure_delete = ON")
         connection.execute("PRAGMA foreign_keys = ON")
-        _use_wal(connection, timeout_s)
+        _use_wal(connection, path, timeout_s)
         connection.execute("PRAGMA synchronous = FULL")
         migrate(connection)
         refuse_newer(connection, path)
@@ -163,19 +167,23 @@ def _refuse_newer(path: Path, version: int, application: int) -> None:
         )
 
 
-def _use_wal(connection: sqlite3.Connection, timeout_s: float) -> None:
+def _use_wal(connection: sqlite3.Connection, path: Path, timeout_s: float) -> None:
     """Switch to the write-ahead log; SQLite does not wait for other processes here, so this does."""
     end = time.monotonic() + timeout_s
     while True:
         try:
             mode = connection.execute("PRAGMA journal_mode").fetchone()[0]
             if mode != "wal":
-                connection.execute("PRAGMA journal_mode = WAL")
-            return
+                mode = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+            break
         except sqlite3.OperationalError as e:
             if not e.sqlite_errorname.startswith("SQLITE_BUSY") or time.monotonic() > end:
                 raise
         time.sleep(0.01)
+    if mode != "wal":
+        _logger.warning(
+            "%s: no write-ahead log here (journal_mode=%s); writers wait for readers", _name(path), mode
+        )
 
 
 def _may_write(path: Path) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from firetower.core.records import Fire
+from firetower.fires.fork import pause_on_fork
 from firetower.fires.store import Store
 from firetower.fires.text import visible
 
@@ -40,6 +41,7 @@ class SafeStore:
         self._lock = threading.Lock()
         self.failures = 0
         self.last_error: str | None = None
+        pause_on_fork(self, calls_others=True)
 
     def add(self, fire: Fire) -> Fire | None:
         """Store a fire; None, and one more failure, when that did not work."""
@@ -56,6 +58,14 @@ class SafeStore:
                 self._store.close()
             if not self._is_given:
                 self._store = None
+
+    def pause(self) -> None:
+        """Keep every thread out, for a fork."""
+        self._lock.acquire()
+
+    def resume(self) -> None:
+        """End a `pause`."""
+        self._lock.release()
 
     def _try(self, action: Callable[[Store], T]) -> T | None:
         with self._lock:

@@ -16,6 +16,7 @@ from firetower.core.config import store_path
 from firetower.core.errors import StoreError
 from firetower.core.records import Fire
 from firetower.fires.connection import open_connection, refuse_newer, store_errors, wal_path
+from firetower.fires.fork import pause_on_fork
 from firetower.fires.prune import PruneRule, take_victims
 from firetower.fires.query import FireFilter, where
 from firetower.fires.rows import COLUMNS, FireRow, from_row, to_row
@@ -26,10 +27,6 @@ _MARKS = ", ".join("?" * len(COLUMNS))
 _INSERT = f"INSERT INTO fires ({', '.join(COLUMNS)}) VALUES ({_MARKS}) ON CONFLICT (id) DO NOTHING"
 _SELECT = "SELECT seq, created_ms, record, times, token_ids FROM fires LEFT JOIN content USING (seq)"
 _PAGE = 256
-
-_abandoned: list[sqlite3.Connection] = []
-"""Connections that must be neither used nor closed: closing one after a fork, or after its file was replaced,
-could drop another connection's locks or delete a newer store's log."""
 
 
 class AddResult(NamedTuple):
@@ -63,9 +60,10 @@ class Store:
         self._lock = threading.RLock()
         self._connection: sqlite3.Connection | None = None
         self._is_closed = False
-        self._opened_by: tuple[int, int, int] | None = None
+        self._file: tuple[int, int] | None = None
         with self._lock:
             self._open()
+        pause_on_fork(self)
 
     def add(self, fire: Fire) -> Fire:
         """Store a new fire and return it as `get` will; on disk when this returns.
@@ -158,13 +156,13 @@ class Store:
     def iterate(self, **filters: Unpack[FireFilter]) -> Iterator[Fire]:
         """The fires that match, oldest first; read a page at a time, no lock held in between."""
         condition, parameters = where(filters)
+        select = (
+            f"{_SELECT} WHERE {condition} AND (created_ms, seq) > (?, ?) ORDER BY created_ms, seq LIMIT ?"
+        )
         after = (-(1 << 63), 0)
         while True:
             with self._read() as connection:
-                rows = connection.execute(
-                    f"{_SELECT} WHERE {condition} AND (created_ms, seq) > (?, ?) ORDER BY created_ms, seq LIMIT ?",
-                    (*parameters, *after, _PAGE),
-                ).fetchall()
+                rows = connection.execute(select, (*parameters, *after, _PAGE)).fetchall()
             for row in rows:
                 yield from_row(*row[2:])
             if len(rows) < _PAGE:
@@ -226,11 +224,17 @@ class Store:
     def close(self) -> None:
         """Close the file; harmless when closed already."""
         with self._lock:
-            if self._connection is not None and self._opened_by == self._identity():
-                self._connection.close()
-            elif self._connection is not None:
-                _abandoned.append(self._connection)
-            self._connection, self._is_closed = None, True
+            self._disconnect()
+            self._is_closed = True
+
+    def pause(self) -> None:
+        """Keep every thread out and close the connection, for a fork; the next use opens it again."""
+        self._lock.acquire()
+        self._disconnect()
+
+    def resume(self) -> None:
+        """End a `pause`."""
+        self._lock.release()
 
     def __enter__(self) -> Self:
         return self
@@ -242,32 +246,30 @@ class Store:
 
     def _open(self) -> sqlite3.Connection:
         connection = open_connection(self.path, readonly=self.readonly, timeout_s=self.timeout_s)
-        self._connection, self._opened_by = connection, self._identity()
+        self._connection, self._file = connection, self._identity()
         return connection
 
-    def _identity(self) -> tuple[int, int, int] | None:
-        """Process and file that a connection belongs to; None when the file is gone."""
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _identity(self) -> tuple[int, int] | None:
         try:
             status = os.stat(self.path)
-        except OSError:
+        except FileNotFoundError:
             return None
-        return os.getpid(), status.st_dev, status.st_ino
+        return status.st_dev, status.st_ino
 
     @contextmanager
     def _read(self) -> Iterator[sqlite3.Connection]:
-        if self._opened_by is not None and self._opened_by[0] != os.getpid():
-            # forked: a thread of the parent may hold the lock for ever here
-            self._lock = threading.RLock()
         with self._lock, store_errors(self.path, self.timeout_s):
             if self._is_closed:
                 raise StoreError(f"store={visible(str(self.path))}: is closed; open it again")
-            connection = self._connection
-            if connection is None or self._opened_by != self._identity():
-                if connection is not None:
-                    _abandoned.append(connection)
-                    self._connection = None
-                connection = self._open()
-            yield connection
+            if self._file != self._identity():
+                # deleted or replaced while open: what is written must be found under the path
+                self._disconnect()
+            yield self._connection or self._open()
 
     @contextmanager
     def _write(self, *, commit: bool = True) -> Iterator[sqlite3.Connection]:

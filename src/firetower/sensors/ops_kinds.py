@@ -10,27 +10,30 @@ import torch
 
 _MOVERS = frozenset(
     """
-    _conj_physical _copy_from _index_put_impl _reshape_alias _reshape_copy _to_copy _unsafe_index _unsafe_index_put
-    _unsafe_view alias_copy amax amin aminmax as_strided_copy as_strided_scatter block_diag cat channel_shuffle clamp
-    clamp_max clamp_min clone col2im complex concat concatenate constant_pad_nd copy cummax cummin diag diag_embed
-    diagonal_copy diagonal_scatter embedding expand_copy fill flip fmax fmin full full_like gather im2col index index_copy
-    index_fill index_put index_select kthvalue lift lift_fresh lift_fresh_copy masked_fill masked_scatter masked_select
-    max maximum median min minimum mode msort nan_to_num nanmedian narrow_copy native_channel_shuffle new_full permute_copy
-    pixel_shuffle pixel_unshuffle put reflection_pad1d reflection_pad2d reflection_pad3d relu repeat repeat_interleave
-    replication_pad1d replication_pad2d replication_pad3d resolve_conj resolve_neg roll rot90 scalar_tensor scatter
-    select_copy select_scatter slice_copy slice_scatter sort split_copy split_with_sizes_copy squeeze_copy stack t_copy
-    take topk transpose_copy tril triu unbind_copy unfold_copy unsafe_chunk unsafe_split unsafe_split_with_sizes
-    unsqueeze_copy view_as_complex_copy view_as_real_copy view_copy where
-    _foreach_clamp_max _foreach_clamp_min _foreach_copy _foreach_maximum _foreach_minimum
+    _conj_physical _copy_from _index_put_impl _reshape_alias _reshape_copy _to_copy _unsafe_index
+    _unsafe_index_put _unsafe_view alias_copy amax amin aminmax as_strided_copy as_strided_scatter
+    block_diag cat channel_shuffle clamp clamp_max clamp_min clone col2im complex concat concatenate
+    constant_pad_nd copy cummax cummin diag diag_embed diagonal_copy diagonal_scatter embedding
+    expand_copy fill flip fmax fmin full full_like gather im2col index index_copy index_fill index_put
+    index_select kthvalue lift lift_fresh lift_fresh_copy masked_fill masked_scatter masked_select max
+    maximum median min minimum mode msort nan_to_num nanmedian narrow_copy native_channel_shuffle
+    new_full permute_copy pixel_shuffle pixel_unshuffle put reflection_pad1d reflection_pad2d
+    reflection_pad3d relu repeat repeat_interleave replication_pad1d replication_pad2d replication_pad3d
+    resolve_conj resolve_neg roll rot90 scalar_tensor scatter select_copy select_scatter slice_copy
+    slice_scatter sort split_copy split_with_sizes_copy squeeze_copy stack t_copy take topk
+    transpose_copy tril triu unbind_copy unfold_copy unsafe_chunk unsafe_split unsafe_split_with_sizes
+    unsqueeze_copy view_as_complex_copy view_as_real_copy view_copy where _foreach_clamp_max
+    _foreach_clamp_min _foreach_copy _foreach_maximum _foreach_minimum
     """.split()
 )
 """Ops whose output elements are input elements, constants, or neighbours in the type: they compute no new infinity."""
 
 _BY_PLACE = frozenset(
     """
-    _unsafe_index as_strided_copy diagonal_copy embedding gather im2col index index_select masked_select narrow_copy
-    select_copy slice_copy split_copy split_with_sizes_copy take unbind_copy unfold_copy unsafe_chunk unsafe_split
-    unsafe_split_with_sizes index_copy slice_scatter select_scatter diagonal_scatter as_strided_scatter scatter
+    _unsafe_index as_strided_copy diagonal_copy embedding gather im2col index index_select masked_select
+    narrow_copy select_copy slice_copy split_copy split_with_sizes_copy take unbind_copy unfold_copy
+    unsafe_chunk unsafe_split unsafe_split_with_sizes index_copy slice_scatter select_scatter
+    diagonal_scatter as_strided_scatter scatter
     """.split()
 )
 """Movers that take or overwrite elements by place: a bad value that they leave behind was not read."""
@@ -44,18 +47,18 @@ _RANDOM_FILLS = frozenset(
 )
 _INSPECTORS = frozenset(
     """
-    _assert_async _local_scalar_dense equal isfinite isinf isnan isneginf isposinf isreal is_nonzero item
-    _is_all_true _is_any_true _foreach_isinf signbit
+    _assert_async _local_scalar_dense equal isfinite isinf isnan isneginf isposinf isreal is_nonzero
+    item _is_all_true _is_any_true _foreach_isinf signbit
     """.split()
 )
 """Ops that look for bad values or hand them to Python: their integer answer hides nothing."""
 
 _LAUNDERERS = frozenset(
     """
-    argmax argmin argsort bucketize clamp clamp_max clamp_min eq fmax fmin ge gt histc isin kthvalue le lt masked_fill
-    max min median mode multinomial nan_to_num nanmedian nansum ne searchsorted sign sort topk tril triu where
-    logical_and logical_not logical_or logical_xor nonzero unique2 _unique2 nanmean maximum minimum relu threshold
-    hardtanh
+    argmax argmin argsort bucketize clamp clamp_max clamp_min eq fmax fmin ge gt histc isin kthvalue le
+    lt masked_fill max min median mode multinomial nan_to_num nanmedian nansum ne searchsorted sign sort
+    topk tril triu where logical_and logical_not logical_or logical_xor nonzero unique2 _unique2 nanmean
+    maximum minimum relu threshold hardtanh
     """.split()
 )
 """Ops that are known to make a bad value disappear: their inputs are read even when nothing bad was seen before."""
@@ -65,9 +68,9 @@ _ALLOCATORS = frozenset(
 )
 _SHAPE_ONLY = frozenset(
     """
-    empty_like full_like new_empty new_empty_strided new_full new_ones new_zeros ones_like rand_like randint_like
-    randn_like zeros_like sym_numel sym_size sym_storage_offset sym_stride is_same_size _has_compatible_shallow_copy_type
-    set_ set resize resize_as _nested_tensor_size
+    empty_like full_like new_empty new_empty_strided new_full new_ones new_zeros ones_like rand_like
+    randint_like randn_like zeros_like sym_numel sym_size sym_storage_offset sym_stride is_same_size
+    _has_compatible_shallow_copy_type set_ set resize resize_as _nested_tensor_size
     """.split()
 )
 _FIRST_OUTPUT_ONLY = "_scaled_dot_product"

@@ -47,7 +47,7 @@ _LITERALS = ("lift_fresh", "scalar_tensor")
 _logger = logging.getLogger("firetower")
 
 
-class OpsMode(TorchDispatchMode):
+class OpsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Checks every ATen op between ``__enter__`` and ``__exit__``, in eager mode, in this thread.
 
     Args:
@@ -66,7 +66,7 @@ class OpsMode(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.stack = ModuleStack(model)
         self.stack.on_root_call = self.note_inputs
         self.stack.on_root_return = self.check_output
@@ -135,11 +135,11 @@ class OpsMode(TorchDispatchMode):
         if self._depth == 0:
             self.stack.install()
         self._depth += 1
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
-        super().__exit__(exc_type, exc_val, exc_tb)
+        super().__exit__(exc_type, exc_val, exc_tb)  # type: ignore[no-untyped-call]
         self._depth -= 1
         if self._depth == 0:
             self.stack.remove()
@@ -155,6 +155,8 @@ class OpsMode(TorchDispatchMode):
                 return run_composite(func, args, kwargs)
         if info.is_own or (info.is_view and info.root not in _LITERALS):
             self.num_ops += 1
+            if torch.is_inference_mode_enabled() and info.is_view and readable(args[0]):
+                self._report.bases.note(args[0])
             return func(*args, **kwargs)
         before = self._snapshot(info, args, kwargs) if info.mutated else None
         out = func(*args, **kwargs)

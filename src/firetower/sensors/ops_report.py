@@ -9,6 +9,7 @@ from torch import Tensor
 
 from firetower.core.records import BadValue, Kind, TensorSummary
 from firetower.sensors.check import Frame
+from firetower.sensors.ops_bases import Bases
 from firetower.sensors.ops_events import Cause, LaunderEvent, OpEvent, Writer
 from firetower.sensors.ops_kinds import OpInfo
 from firetower.sensors.ops_modules import ModuleStack, layer_of, source_line, stage_of
@@ -40,6 +41,7 @@ class Report:
 
     def __init__(self, stack: ModuleStack) -> None:
         self.stack = stack
+        self.bases = Bases()
         self.frame: Callable[[], Frame | None] | None = None
         self.clear()
 
@@ -62,7 +64,7 @@ class Report:
             module=self.stack.path,
             source=source_line(),
             index=ran.index,
-            first=None if output is None else self._first(output, bad_places(output, neg_inf=False)),
+            first=None if output is None else self._first(output, bad_places(output, neg_inf=False), ran),
             output=None if output is None else summarize("output", output),
             cause=Cause.CONSTANT if owner is None else owner.cause,
             tensor=None if owner is None else owner.name,
@@ -83,7 +85,7 @@ class Report:
     ) -> OpEvent:
         """An op whose output is bad at ``places``; ``source`` is the operand that was bad already."""
         inputs = tuple(summarize(name, x) for name, x in ran.arguments)
-        first = self._first(output, places)
+        first = self._first(output, places, ran)
         event = self._event(
             ran,
             first=first,
@@ -203,8 +205,11 @@ class Report:
             )
         )
 
-    def _first(self, x: Tensor, places: Tensor) -> BadValue:
-        return first_at(x, places, self.frame() if self.frame is not None else None)
+    def _first(self, x: Tensor, places: Tensor, ran: Ran | None = None) -> BadValue:
+        frame = self.frame() if self.frame is not None else None
+        bad = first_at(x, places, frame)
+        is_written = ran is not None and bool(ran.info.mutated)
+        return self.bases.in_base(bad, x, frame) if is_written else bad
 
     def _event(self, ran: Ran, *, first: BadValue, cause: Cause, culprit: str, **more: object) -> OpEvent:
         path = self.stack.path
@@ -236,5 +241,6 @@ def _notes(inputs: tuple[TensorSummary, ...], first: BadValue, cause: Cause) -> 
         if first.kind is not Kind.NAN:
             ranges = ", ".join(f"{s.name} {s.absmax:.6g}" for s in inputs if s.absmax is not None)
             notes.append(f"overflow or a pole: absmax of the inputs is {ranges}")
-    notes += [f"input {s.name} is all zeros" for s in inputs if s.zero_frac == 1.0 and len(s.shape)]
+    if cause is Cause.OWN:
+        notes += [f"input {s.name} is all zeros" for s in inputs if s.zero_frac == 1.0 and len(s.shape)]
     return tuple(notes)

@@ -226,7 +226,7 @@ class Panel:
         """Check a tensor on its device and leave the first bad word in the panel; returns at once.
 
         While ``torch.compile`` traces, marks are collected and go out `MANY` a launch: call `flush` at the
-        end of the step. (A traced tensor is a value, so a later in-place write cannot change what is
+
         checked.)
 
         Args:
@@ -250,8 +250,12 @@ class Panel:
         if has_pad and pad is not None and tokens < num_tokens:
             # the last K tokens only (logits)
             pad = pad[:, num_tokens - tokens :]
-        entry = (x.detach(), slot, self.num_rows if b else 0, heads, max(tokens, 1), width, has_pad)
-        if not torch.compiler.is_compiling():
+        tracing = torch.compiler.is_compiling()
+        # a collected mark must hold the value of now, whatever is written in place before the flush: the
+        # compiler drops the clone where nothing is
+        x = x.detach().clone() if tracing else x.detach()
+        entry = (x, slot, self.num_rows if b else 0, heads, max(tokens, 1), width, has_pad)
+        if not tracing:
             _send_one(words, self.num_signals, entry, pad, self._legal[slot])
             return None
         if not self._fits(slot, words, pad if has_pad else None):

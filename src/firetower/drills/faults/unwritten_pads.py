@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 from random import Random
+from typing import TYPE_CHECKING, Any
 
 from firetower.core.records import Kind
 from firetower.drills.spec import Case, Drill, Host, Origin, Variant
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+_PLACES = {
+    "gate": "{decoder}.self_attn.o_proj",
+    "up": "{decoder}.self_attn.o_proj",
+    "down": "{mlp}.up_proj",
+}
+"""Quantised stage -> the projection before it that leaves pad rows unwritten."""
 
 
 def _variants(seed: int) -> list[Variant]:
     rng = Random(f"unwritten-pads/{seed}")
     pure = [_pure(rng.randrange(1 << 30), dtype) for dtype in rng.sample(("fp32", "fp16", "bf16"), 2)]
+    first, second, third = rng.sample(list(_PLACES), 3)
     return [
         *pure,
-        _host("qwen35moe", rng.randrange(1 << 30), "down"),
-        _host("qwen35moe", rng.randrange(1 << 30), "gate"),
-        _host("smollm2", rng.randrange(1 << 30), "up"),
+        _host("qwen35moe", rng.randrange(1 << 30), first),
+        _host("qwen35moe", rng.randrange(1 << 30), second),
+        _host("smollm2", rng.randrange(1 << 30), third),
     ]
 
 
@@ -33,8 +45,10 @@ def _pure(seed: int, dtype: str) -> Variant:
         scratch = torch.full((tokens + pads, width), float("nan"), dtype=DTYPES[dtype])
         # the twin's workspace is as dirty; it only does not read what it did not write
         module = Bucket(scratch, read_pads=fault)
-        # the workspace is read as it stands; the scale is the first value made from it, a scalar
-        origin = Origin(module="", kind=Kind.NAN, bad_weight=True)
+        # the first op that reads what nobody wrote
+        origin = Origin(
+            module="", op="aten.abs.default", row=tokens, column=0, kind=Kind.NAN, bad_weight=True
+        )
         return Case(model=module, args=(x,), expected=origin if fault else None)
 
     id = f"bucket-{tokens}of{tokens + pads}x{width}-{dtype}"
@@ -42,37 +56,62 @@ def _pure(seed: int, dtype: str) -> Variant:
 
 
 def _host(host: Host, seed: int, stage: str) -> Variant:
-    """A left-padded batch; in the last layer one projection is quantised with one scale for all rows."""
+    """A left-padded batch: one projection leaves pad rows unwritten, a later one has one scale for all rows."""
     rng = Random(seed)
     lengths = [rng.randint(3, 6), rng.randint(7, 9)]
     rng.shuffle(lengths)
 
     def build(fault: bool) -> Case:
         import torch
-        import torch.nn.functional as F
 
-        from firetower.drills.placing import load, prompt, replace_forward, site
+        from firetower.drills.placing import load, prompt, site
         from firetower.drills.truth import with_truth
 
         model = load(host, "fp32", seed)
-        layer = len(model.model.layers) - 1  # after the last attention a pad row cannot reach a real one
         ids = prompt(model, Random(seed), max(lengths), batch=2)
-        mask = torch.stack([torch.arange(max(lengths)) >= max(lengths) - n for n in lengths]).long()
+        mask = torch.stack([torch.arange(max(lengths)) >= max(lengths) - n for n in lengths])
+        # after the last attention a pad row cannot reach a real one by itself
+        layer = len(model.model.layers) - 1
         where = site(model, stage, layer)
-        projection = model.get_submodule(where.module)
-
-        def quantised(x: torch.Tensor) -> torch.Tensor:
-            real = mask.bool().reshape(*x.shape[:-1], 1)
-            rows = torch.where(real, x, float("nan"))  # only real rows are copied to the dirty workspace
-            scale = (rows if fault else rows[real.expand_as(rows)]).abs().amax() / 127
-            return F.linear(torch.round(rows / scale) * scale, projection.weight)
-
-        replace_forward(projection, quantised)
-        case = Case(model=model, args=(ids.masked_fill(mask == 0, 0),), kwargs={"attention_mask": mask})
-        return with_truth(case, where, row_mask=mask.bool(), pad_before_real=True) if fault else case
+        mlp = where.module.rpartition(".")[0]
+        dirty = _PLACES[stage].format(decoder=f"model.layers.{layer}", mlp=mlp)
+        _leave_pads_unwritten(model.get_submodule(dirty), mask)
+        _quantise(model.get_submodule(where.module), mask, over_pads=fault)
+        case = Case(model=model, args=(ids.masked_fill(~mask, 0),), kwargs={"attention_mask": mask.long()})
+        return with_truth(case, where, row_mask=mask, pad_before_real=True) if fault else case
 
     name = f"{host}-lengths{'-'.join(map(str, lengths))}-{stage}"
     return Variant(id=name, host=host, level="layers", build=build)
+
+
+def _leave_pads_unwritten(projection: nn.Module, mask: Tensor) -> None:
+    """Only real rows are written; the others hold what was in memory. The twin is as dirty."""
+    import torch
+
+    from firetower.drills.placing import replace_forward
+
+    native = projection.forward
+
+    def forward(x: Tensor) -> Tensor:
+        y: Tensor = native(x)
+        return torch.where(mask.reshape(*y.shape[:-1], 1), y, float("nan"))
+
+    replace_forward(projection, forward)
+
+
+def _quantise(projection: Any, mask: Tensor, *, over_pads: bool) -> None:
+    """int8 activations with one scale for the tensor, over all rows or over the real ones."""
+    import torch
+    import torch.nn.functional as F
+
+    from firetower.drills.placing import replace_forward
+
+    def forward(x: Tensor) -> Tensor:
+        rows = x if over_pads else x[mask.reshape(x.shape[:-1])]
+        scale = rows.abs().amax() / 127
+        return F.linear(torch.round(x / scale) * scale, projection.weight)
+
+    replace_forward(projection, forward)
 
 
 DRILL = Drill(

@@ -1,0 +1,124 @@
+"""Runs a variant and its clean twin under the black box and compares what was seen with what was planted."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from itertools import count, islice
+
+import firetower
+from firetower.core.errors import FiretowerError
+from firetower.core.records import Fire
+from firetower.drills.spec import Case, Drill, Host, Level, Origin, Variant
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """One variant's outcome.
+
+    Attributes:
+        drill, variant: names.
+        host, level: where the fault lives and which level of the watch looked for it.
+        expected, seen: the planted origin and the reported one; ``seen`` is None when nothing was reported.
+        mismatches: fields of ``expected`` that ``seen`` does not match.
+        twin: what was wrongly reported of the clean twin, or None.
+        elapsed_ms: time for both runs, building included.
+        failures: what went wrong in the black box itself.
+        skipped: why the variant could not run, or None.
+    """
+
+    drill: str
+    variant: str
+    host: Host
+    level: Level
+    expected: Origin | None = None
+    seen: Origin | None = None
+    mismatches: tuple[str, ...] = ()
+    twin: Origin | None = None
+    elapsed_ms: float = 0.0
+    failures: tuple[str, ...] = ()
+    skipped: str | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the fault was found at exactly its origin, and the twin and the box itself were silent."""
+        found = self.seen is not None and not self.mismatches
+        return found and self.twin is None and not self.failures
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """What the black box said of one case."""
+
+    origin: Origin | None
+    failures: tuple[str, ...] = ()
+
+
+def pick(drill: Drill, seed: int, num_variants: int | None, host: Host | None = None) -> list[Variant]:
+    """The drill's variants: those of ``seed``, or ``num_variants`` of them, drawn from seeds on from there."""
+    if num_variants is None:
+        return [v for v in drill.variants(seed) if host in (None, v.host)]
+    if not any(host in (None, v.host) for v in drill.variants(seed)):
+        return []
+    stream = (v for s in count(seed) for v in drill.variants(s) if host in (None, v.host))
+    return list(islice(stream, num_variants))
+
+
+def run(plan: Sequence[tuple[Drill, Variant]]) -> Iterator[Result]:
+    """Run each variant of the plan and yield its result as it comes."""
+    for drill, variant in plan:
+        yield run_variant(drill, variant)
+
+
+def run_variant(drill: Drill, variant: Variant) -> Result:
+    """Plant the fault, watch it burn; build the twin, watch it stay silent."""
+    base = Result(drill=drill.name, variant=variant.id, host=variant.host, level=variant.level)
+    start = time.perf_counter()
+    try:
+        case = variant.build(True)
+    except FiretowerError as e:
+        return dataclasses.replace(base, skipped=str(e))
+    assert case.expected is not None
+    burned = observe(case, variant.level)
+    twin = observe(variant.build(False), variant.level)
+    return dataclasses.replace(
+        base,
+        expected=case.expected,
+        seen=burned.origin,
+        mismatches=case.expected.mismatches(burned.origin) if burned.origin else (),
+        twin=twin.origin,
+        elapsed_ms=1e3 * (time.perf_counter() - start),
+        failures=burned.failures + twin.failures,
+    )
+
+
+def observe(case: Case, level: Level) -> Observation:
+    """Run one case under the black box at this level."""
+    return _watch(case) if level == "layers" else _investigate(case)  # type: ignore
+
+
+def _watch(case: Case) -> Observation:
+    with firetower.attach(case.model, level="layers", on_fire="record", store=False) as watch:
+        case.call()
+        failures = () if not watch.failures else (f"watch: {watch.last_failure}",)
+        if not watch.coverage()[0]:
+            failures += ("watch: no signal ran",)
+        return Observation(origin=_origin_of(watch.fires[0]) if watch.fires else None, failures=failures)
+
+
+def _origin_of(fire: Fire) -> Origin:
+    return Origin(
+        module=fire.origin.module,
+        stage=fire.origin.stage,
+        layer=fire.origin.layer,
+        op=fire.origin.op,
+        row=fire.first.row,
+        column=fire.first.column,
+        kind=fire.first.kind,
+        bits=fire.first.bits,
+        laundered=fire.laundered,
+        bad_weight=any(w.num_nonfinite for w in fire.weights),
+        zero_input=any(t.zero_frac == 1.0 for t in fire.inputs),
+        pad_before_real=fire.pad_before_real,
+    )
