@@ -21,7 +21,12 @@ def finite_blocks(quant: GGMLQuantizationType, num_blocks: int, rng: np.random.G
     layout = ggml_layout(quant)
     assert layout is not None
     blocks = rng.integers(0, 256, (num_blocks, layout.block_bytes), dtype=np.uint8)
-    small = {"float16": b"\x1f\x21", "float32": b"\x0a\xd7\x23\x3c", "float8_e8m0fnu": b"\x78", "float8_e4m3fn": b"\x10"}
+    small = {
+        "float16": b"\x1f\x21",
+        "float32": b"\x0a\xd7\x23\x3c",
+        "float8_e8m0fnu": b"\x78",
+        "float8_e4m3fn": b"\x10",
+    }
     for field in layout.fields:
         if field.is_packed:  # 0x211f, a nibble atop each of four words
             for i, nibble in enumerate((0xF, 0x1, 0x1, 0x2)):
@@ -37,7 +42,9 @@ def finite_blocks(quant: GGMLQuantizationType, num_blocks: int, rng: np.random.G
 def write_gguf(tmp_path: Path) -> WriteGguf:
     """Write tensors to a GGUF file: values are float32 arrays (stored as given type) or (raw uint8 rows, type)."""
 
-    def write(tensors: Mapping[str, Any], name: str = "model.gguf", quant: str = "F32", vocabulary: int = 50) -> Path:
+    def write(
+        tensors: Mapping[str, Any], name: str = "model.gguf", quant: str = "F32", vocabulary: int = 50
+    ) -> Path:
         path = tmp_path / name
         writer = GGUFWriter(path, "llama")
         writer.add_context_length(128)

@@ -15,7 +15,12 @@ from firetower.scan.layouts import bit_test, field_bits, magnitude_keys
 
 BLOCK_TYPES = [q for q in GGMLQuantizationType if GGML_QUANT_SIZES[q][0] > 1]
 DEQUANTISED = [q for q in BLOCK_TYPES if q in _type_traits]
-NAN = {"float16": b"\x01\x7e", "float32": b"\x01\x00\xc0\x7f", "float8_e8m0fnu": b"\xff", "float8_e4m3fn": b"\x7f"}
+NAN = {
+    "float16": b"\x01\x7e",
+    "float32": b"\x01\x00\xc0\x7f",
+    "float8_e8m0fnu": b"\xff",
+    "float8_e4m3fn": b"\x7f",
+}
 
 
 def by_name(quant: GGMLQuantizationType) -> str:
@@ -41,7 +46,9 @@ def test_random_bytes_are_judged_as_dequantising_judges_them(quant):
     for field in layout.fields:
         keys = magnitude_keys(field_bits(blocks.reshape(-1), len(blocks), layout, field, "<"), field.dtype)
         bad |= keys >= bit_test(field.dtype).bad_from
-    if quant.name == "NVFP4":  # ggml reads the NaN of E4M3 as a number; the scan calls it what the format does
+    if (
+        quant.name == "NVFP4"
+    ):  # ggml reads the NaN of E4M3 as a number; the scan calls it what the format does
         assert not truth.any()
         assert bad.any()
         return
@@ -110,7 +117,9 @@ def _put_nan(data, offset, field):
 def test_all_zero_bytes_are_an_all_zero_tensor(quant, write_gguf, random_blocks):
     layout = ggml_layout(quant)
     zero = np.zeros((4, 3 * layout.block_bytes), dtype=np.uint8)
-    path = write_gguf({"a.weight": (zero, quant), "b.weight": (random_blocks(quant, 12).reshape(4, -1), quant)})
+    path = write_gguf(
+        {"a.weight": (zero, quant), "b.weight": (random_blocks(quant, 12).reshape(4, -1), quant)}
+    )
     (finding,) = scan(path).bad
     assert (finding.problem, finding.tensor) == (Problem.ALL_ZERO, "a.weight")
 

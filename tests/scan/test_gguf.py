@@ -61,7 +61,12 @@ def test_nan_block_scale_is_named(model):
     assert (finding.row, finding.block) == (37, 2)
     assert (finding.column_start, finding.column_stop) == (64, 96)
     assert (finding.offset_bytes, finding.num_bytes) == (offset, 2)
-    assert (finding.bits, finding.dtype, finding.field, finding.kind) == ("7e00", "float16", "scale", Kind.NAN)
+    assert (finding.bits, finding.dtype, finding.field, finding.kind) == (
+        "7e00",
+        "float16",
+        "scale",
+        Kind.NAN,
+    )
 
 
 def test_inf_min_is_told_from_nan_scale(model):
@@ -202,7 +207,11 @@ def test_duplicate_metadata_key(model):
 
 @pytest.mark.parametrize(
     ("head", "words"),
-    [(b"version https://git-lfs.github.com/spec/v1", "git lfs pull"), (b"<!doctype html>", "web page"), (b"\0" * 64, "unfinished")],
+    [
+        (b"version https://git-lfs.github.com/spec/v1", "git lfs pull"),
+        (b"<!doctype html>", "web page"),
+        (b"\0" * 64, "unfinished"),
+    ],
     ids=["lfs", "html", "zeros"],
 )
 def test_what_is_often_in_place_of_a_model_is_recognised(tmp_path, head, words):
@@ -234,7 +243,12 @@ def test_zero_bias_is_a_note_and_zero_matrix_is_bad(write_gguf, weights):
 
 @pytest.mark.parametrize(
     ("name", "row", "block"),
-    [("nope", 0, 0), ("blk.12.ffn_up.weight", 96, 0), ("blk.12.ffn_up.weight", 0, 2), ("blk.12.ffn_up.weight", -1, 0)],
+    [
+        ("nope", 0, 0),
+        ("blk.12.ffn_up.weight", 96, 0),
+        ("blk.12.ffn_up.weight", 0, 2),
+        ("blk.12.ffn_up.weight", -1, 0),
+    ],
 )
 def test_block_location_refuses_what_is_not_there(model, name, row, block):
     with pytest.raises(ScanError, match="nope|must be below"):

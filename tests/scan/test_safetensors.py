@@ -30,7 +30,9 @@ def write(path, tensors, header_edit=None, tail=b""):
 @pytest.fixture
 def model(tmp_path, weights):
     path = tmp_path / "model.safetensors"
-    save_file({"layers.0.down_proj.weight": weights(16, 32), "layers.1.down_proj.weight": weights(16, 32)}, path)
+    save_file(
+        {"layers.0.down_proj.weight": weights(16, 32), "layers.1.down_proj.weight": weights(16, 32)}, path
+    )
     return path
 
 
@@ -40,7 +42,12 @@ def found(path):
 
 def test_clean_file_is_silent(model):
     (report,) = scan(model).files
-    assert (report.format, report.num_tensors, report.num_checked, report.findings) == ("safetensors", 2, 2, ())
+    assert (report.format, report.num_tensors, report.num_checked, report.findings) == (
+        "safetensors",
+        2,
+        2,
+        (),
+    )
 
 
 def test_nan_run_is_one_finding_with_its_columns(tmp_path, weights):
@@ -165,7 +172,18 @@ RAW = np.full(8, 0.5, dtype="<f4").tobytes()
         (lambda h: h.update(__metadata__={"a": 1}), Problem.HEADER, "strings"),
         (lambda h: h.pop("b"), Problem.OVERLONG, "32 bytes after"),
     ],
-    ids=["overlap", "size", "negative", "huge", "dtype", "backwards", "past-end", "no-shape", "metadata", "over-long"],
+    ids=[
+        "overlap",
+        "size",
+        "negative",
+        "huge",
+        "dtype",
+        "backwards",
+        "past-end",
+        "no-shape",
+        "metadata",
+        "over-long",
+    ],
 )
 def test_header_that_cannot_be_true(edit, problem, words, tmp_path):
     path = write(tmp_path / "m.safetensors", {"a": ("F32", [2, 4], RAW), "b": ("F32", [2, 4], RAW)}, edit)
@@ -250,7 +268,9 @@ def test_tensor_in_two_shards_and_tensor_not_in_the_index(sharded, weights):
     ]
 
 
-@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "..", "a\\b", "x\0y"])
+@pytest.mark.parametrize(
+    "name", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "..", "a\\b", "x\0y"]
+)
 def test_index_never_leads_outside_the_folder(name, sharded):
     (sharded.parent / "secret.safetensors").write_bytes(b"not a model")
     edit_index(sharded, secret=name)

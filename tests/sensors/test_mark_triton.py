@@ -1,7 +1,7 @@
-"""The marking kernel without a GPU: run in Triton's interpreter against the CPU operator, and compiled for sm_90.
+"""The marking kernel without a GPU: in Triton's interpreter against the CPU operator, and compiled for sm_90.
 
-Both run in a fresh process: the interpreter is chosen when Triton is imported, and the suite's own PyTorch should
-not see Triton.
+Both run in a fresh process: the interpreter is chosen when Triton is imported, and the suite's own PyTorch
+should not see Triton.
 """
 
 from __future__ import annotations

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from firetower.attach.discover import Tap
-from firetower.attach.frame import Call
-from firetower.attach.step import Finding, Step
-from firetower.core.records import BurnedRow, Fire, Outcome, Reading, Signal, Status, new_fire_id, utc_now
+from firetower.attach.ops import OpsWatch
+from firetower.attach.step import Step
+from firetower.core.records import (
+    BadValue,
+    BurnedRow,
+    Fire,
+    Outcome,
+    Reading,
+    Signal,
+    Status,
+    TensorSummary,
+    new_fire_id,
+    utc_now,
+)
 from firetower.sensors.check import first_bad, is_clean
 from firetower.sensors.summary import summarize
 
@@ -20,17 +32,44 @@ MAX_BAD_SIGNALS = 64
 
 
 def build_fire(
-    model_name: str, root: nn.Module, step: Step, reading: Reading, outcome: Outcome, row: BurnedRow | None
+    model_name: str,
+    root: nn.Module,
+    step: Step,
+    reading: Reading,
+    outcome: Outcome,
+    *,
+    row: BurnedRow | None = None,
+    ops: OpsWatch | None = None,
 ) -> Fire:
-    """The fire of a bad reading; with ``row`` that of one burned sequence, else of the first bad signal."""
-    origin = step.origin()
-    assert origin is not None
-    assert origin.first is not None
-    signal, first = step.taps[origin.slot].signal, origin.first
-    if row is not None and row.first is not None:
-        signal, first = row.signal, row.first
-    tap = next(t for t in step.taps if t.signal == signal)
-    weights = list(bad_weights(root, tap))
+    """The fire of a bad reading.
+
+    Args:
+        model_name: what to call the model.
+        root: the watched module.
+        step: the step that was bad.
+        reading: its reading.
+        outcome: what is done about it.
+        row: one burned sequence, to make the fire that sequence's; None for the first bad signal.
+        ops: where an op-level watch knows the op; its origin wins.
+    """
+    finding = step.origin()
+    event = ops.origin if ops is not None else None
+    if event is not None:
+        where = _Where(event.signal, event.first, event.inputs, event.output)
+        weights = [event.tensor_summary] if event.tensor_summary is not None else []
+        notes = list(ops.notes()) if ops is not None else []
+    else:
+        assert finding is not None
+        assert finding.first is not None
+        tap = step.taps[finding.slot]
+        where = _Where(tap.signal, finding.first, finding.inputs, finding.output)
+        if row is not None and row.first is not None:
+            tap = next(t for t in step.taps if t.signal == row.signal)
+            same = tap is step.taps[finding.slot]
+            where = _Where(row.signal, row.first, finding.inputs if same else (), finding.output if same else None)
+        bad = list(bad_weights(root, tap))
+        weights = [summarize(name, p) for name, p in bad]
+        notes = [*_weight_notes(bad), *_input_notes(bad, where)]
     return Fire(
         id=new_fire_id(),
         created_at=utc_now(),
@@ -40,20 +79,27 @@ def build_fire(
         device=_device(root),
         phase=reading.phase,
         step=reading.step,
-        origin=signal,
-        first=first,
+        origin=where.signal,
+        first=where.first,
         outcome=outcome,
         bad_signals=reading.bad[:MAX_BAD_SIGNALS],
         burned=reading.burned if row is None else (row,),
         coverage=reading.coverage,
         pad_before_real=reading.pad_before_real,
         laundered=laundered(reading),
-        inputs=origin.inputs if tap is step.taps[origin.slot] else (),
-        output=origin.output if tap is step.taps[origin.slot] else None,
-        weights=tuple(summarize(name, p) for name, p in weights),
-        notes=tuple(_notes(weights, origin, reading, signal)),
-        token_ids=(step.call or Call((), {}, 0)).token_ids(first.sequence),
+        inputs=where.inputs,
+        output=where.output,
+        weights=tuple(weights),
+        notes=(*notes, *_reading_notes(reading)),
+        token_ids=None if step.call is None else step.call.token_ids(where.first.sequence),
     )
+
+
+class _Where(NamedTuple):
+    signal: Signal
+    first: BadValue
+    inputs: tuple[TensorSummary, ...]
+    output: TensorSummary | None
 
 
 def laundered(reading: Reading) -> bool:
@@ -94,6 +140,8 @@ def describe_fire(fire: Fire) -> str:
     """One paragraph for the terminal and for `NonFiniteError`: where first, what, and what to run next."""
     o, b = fire.origin, fire.first
     where = f"layer {o.layer}, {o.module}" if o.layer is not None else (o.module or "model output")
+    if o.op is not None:
+        where = f"{o.op} in {o.module or 'the model itself'}, {o.source}"
     place = [f"row {b.row}", f"column {b.column}", f"bits {b.bits_hex} ({b.dtype})"]
     when = [f"phase {fire.phase}"]
     if b.sequence is not None:
@@ -115,9 +163,7 @@ def _device(root: nn.Module) -> str:
     return platform.processor() or platform.machine() if p is None or p.device.type == "cpu" else p.device.type
 
 
-def _notes(
-    weights: list[tuple[str, torch.Tensor]], origin: Finding, reading: Reading, signal: Signal
-) -> Iterator[str]:
+def _weight_notes(weights: list[tuple[str, torch.Tensor]]) -> Iterator[str]:
     for name, p in weights:
         first, _ = first_bad(p)
         assert first is not None
@@ -125,9 +171,17 @@ def _notes(
             f"the weight itself is non-finite: {name} {list(p.shape)} at row {first.row}, column {first.column}, "
             f"bits {first.bits_hex}"
         )
-    if not weights and origin.output is not None and origin.inputs and signal.stage not in ("input", "swiglu"):
-        if all(t.num_nonfinite == 0 for t in origin.inputs):
-            yield "its inputs are finite"
+
+
+def _input_notes(weights: list[tuple[str, torch.Tensor]], where: _Where) -> Iterator[str]:
+    # what a pre-hook reads has no inputs of its own to speak of
+    if weights or not where.inputs or where.signal.stage in ("input", "swiglu"):
+        return
+    if all(t.num_nonfinite == 0 for t in where.inputs):
+        yield "the inputs of its module are finite"
+
+
+def _reading_notes(reading: Reading) -> Iterator[str]:
     if reading.pad_before_real:
         yield "a pad row was bad before any real row: a shared scale, tile or mask may have leaked it"
     if laundered(reading):

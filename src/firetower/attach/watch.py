@@ -90,7 +90,7 @@ class Watch:
         self.failures = 0
         self.last_failure: str | None = None
         self._root: nn.Module = getattr(model, "_orig_mod", model)
-        self._taps: list[Tap] = discover(self._root, "logits" if level == "ops" else level)
+        self._taps: list[Tap] = discover(self._root, "layers" if level == "ops" else level)
         self._compiled = reset_compiled(model)
         self._device = DevicePanels(self._root, self._taps, is_compiled=self._compiled)
         self._hooks = HostHooks(self._taps, self._failed, self._device.mark)
@@ -192,7 +192,7 @@ class Watch:
             assert step.call is not None
             self._device.begin(step.call)
             if self._ops:
-                self._ops.begin()
+                self._ops.begin(step)
         except Exception as e:  # noqa: BLE001 - our failure must not stop inference; it is counted and shown
             self._failed(e)
 
@@ -209,7 +209,7 @@ class Watch:
             step.end()
             self._last, self._last_reading = step, None
             if self._ops:
-                self._ops.end(step, output)
+                self._ops.end(output)
             if self._device.should_read:
                 self._pending = self._device.snapshot()
             if self._pending is None or self.on_fire == "raise":
@@ -238,9 +238,10 @@ class Watch:
         """Turn a bad step into a fire, or into a repeat of the last one; returns the fire to raise."""
         if step.call is not None and step.call.num_past == 0:
             step.burned_before.clear()
-        if step.origin() is None:
+        event = self._ops.origin if self._ops else None
+        if step.origin() is None and event is None:
             return None
-        rows = step.rows_burned()
+        rows = self._rows_burned(step)
         new = rows - step.burned_before
         step.burned_before |= rows
         if not new and self.on_fire != "raise":
@@ -252,10 +253,17 @@ class Watch:
             which = [b for b in step.burned.values() if b.sequence in new] or [None]
         fire = None
         for row in which:
-            fire = self._log.record(
-                build_fire(self.name, self._root, step, reading, _OUTCOMES[self.on_fire], row)
+            built = build_fire(
+                self.name, self._root, step, reading, _OUTCOMES[self.on_fire], row=row, ops=self._ops
             )
+            fire = self._log.record(built)
         return fire
+
+    def _rows_burned(self, step: Step) -> set[int]:
+        rows = step.rows_burned() | (self._ops.rows_burned() if self._ops else set())
+        if not rows and self._ops and self._ops.origin and step.call is not None:
+            return set(range(step.call.shape()[0]))
+        return rows
 
     def _reading_of(self, step: Step) -> Reading:
         self._last_reading = self._ops.reading(step) if self._ops else step.reading()
@@ -268,7 +276,7 @@ class Watch:
             fire = self._look_at_panel()
         if fire is not None and self.on_fire == "raise":
             raise NonFiniteError(fire, describe_fire(fire))
-        return self._hooks.step.rows_burned()
+        return self._rows_burned(self._hooks.step)
 
     def _failed(self, error: BaseException) -> None:
         self.failures += 1

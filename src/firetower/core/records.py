@@ -153,7 +153,10 @@ class BurnedRow:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """One step's panel on the host, signals in execution order."""
+    """One step's panel on the host, signals in execution order.
+
+    ``num_unlisted`` counts signals that ran, were clean and are too many to list (ops).
+    """
 
     step: int
     phase: Phase
@@ -161,6 +164,7 @@ class Reading:
     signals: tuple[SignalReading, ...]
     burned: tuple[BurnedRow, ...] = ()
     pad_before_real: bool = False
+    num_unlisted: int = 0
 
     @property
     def bad(self) -> tuple[SignalReading, ...]:
@@ -185,7 +189,8 @@ class Reading:
     @property
     def coverage(self) -> tuple[int, int]:
         """(signals that ran, signals declared)."""
-        return len(self.signals) - len(self.not_covered), len(self.signals)
+        declared = len(self.signals) + self.num_unlisted
+        return declared - len(self.not_covered), declared
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,13 +23,15 @@ def all_drills() -> tuple[Drill, ...]:
 
 
 def find_drills(names: list[str]) -> tuple[Drill, ...]:
-    """The drills of these names, all of them when the list is empty.
+    """The drills of these names or cases (``bad-weight``, ``M1``), all of them when the list is empty.
 
     Raises:
         FiretowerError: an unknown name.
     """
-    known = {d.name: d for d in all_drills()}
+    known = {key.lower(): d for d in all_drills() for key in (d.name, d.case) if key}
     for name in names:
-        if name not in known:
-            raise FiretowerError(f"name={name}: no such drill; known: {', '.join(known)}")
-    return tuple(known[name] for name in names) if names else all_drills()
+        if name.lower() not in known:
+            listed = ", ".join(d.name for d in all_drills())
+            raise FiretowerError(f"name={name}: no such drill; known: {listed}")
+    # asked for twice, by name and by case, it still runs once
+    return tuple(dict.fromkeys(known[name.lower()] for name in names)) if names else all_drills()

@@ -56,7 +56,7 @@ class Observation:
 
 
 def pick(drill: Drill, seed: int, num_variants: int | None, host: Host | None = None) -> list[Variant]:
-    """The drill's variants: those of ``seed``, or ``num_variants`` of them, drawn from seeds on from there."""
+    """The drill's variants of ``seed``, or ``num_variants`` of them, drawn from this seed and those after."""
     if num_variants is None:
         return [v for v in drill.variants(seed) if host in (None, v.host)]
     if not any(host in (None, v.host) for v in drill.variants(seed)):
@@ -101,10 +101,11 @@ def observe(case: Case, level: Level) -> Observation:
 def _watch(case: Case) -> Observation:
     with firetower.attach(case.model, level="layers", on_fire="record", store=False) as watch:
         case.call()
-        failures = () if not watch.failures else (f"watch: {watch.last_failure}",)
+        failures = [f"watch: {watch.last_failure}"] if watch.failures else []
         if not watch.coverage()[0]:
-            failures += ("watch: no signal ran",)
-        return Observation(origin=_origin_of(watch.fires[0]) if watch.fires else None, failures=failures)
+            failures.append("watch: no signal ran")
+        origin = _origin_of(watch.fires[0]) if watch.fires else None
+        return Observation(origin=origin, failures=tuple(failures))
 
 
 def _origin_of(fire: Fire) -> Origin:

@@ -96,6 +96,7 @@ class Drill:
     Attributes:
         name: what the command line calls it.
         family: letter of the family of causes.
+        case: the known case that it plants (``A1``), "" for none in particular.
         title: the fault in one line.
         stages: stages (`firetower.attach.discover.STAGES`) that some variant has as its origin.
     """
@@ -105,3 +106,4 @@ class Drill:
     title: str
     stages: frozenset[str]
     variants: Callable[[int], list[Variant]]
+    case: str = ""

@@ -153,9 +153,25 @@ def op_info(func: Any) -> OpInfo:
 def run_composite(func: Any, args: Any, kwargs: Any) -> Any:
     """Run a composite op through its C++ body, so that the ops inside are dispatched one by one.
 
-    Not ``func.decompose``: that prefers Python decompositions, whose results can differ in the last bit.
+    Not ``func.decompose``: that prefers Python decompositions, whose results can differ in the last bit. The keys
+    that a dispatch mode runs without are restored: the body asks, for instance, whether a view of a weight requires
+    grad, and picks another matrix product by the answer.
     """
-    return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+    exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
+    keys = [k for k in _BODY_KEYS if excluded(k)]
+    for key in keys:
+        exclude(key, False)
+    try:
+        return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+    finally:
+        for key in keys:
+            exclude(key, True)
+
+
+_BODY_KEYS = tuple(
+    getattr(torch._C.DispatchKey, name) for name in ("ADInplaceOrView", "Conjugate", "Negative", "ZeroTensor")
+)
 
 
 def _is_composite(func: Any) -> bool:

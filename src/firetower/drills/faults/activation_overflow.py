@@ -118,6 +118,7 @@ def _expert_case(seed: int, layer: int, fault: bool) -> tuple[Case, Origin]:
 DRILL = Drill(
     name="activation-overflow",
     family="A",
+    case="A1",
     title="activation product overflows fp16 while its operands and weights are finite",
     stages=frozenset({"swiglu", "routed"}),
     variants=_variants,

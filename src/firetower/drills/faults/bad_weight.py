@@ -109,6 +109,7 @@ def _has(host: Host, layer: int, projection: str) -> bool:
 DRILL = Drill(
     name="bad-weight",
     family="M",
+    case="M1",
     title="a weight block with a NaN scale: one output column NaN for every token",
     stages=frozenset({"kv", "attention", "conv_state", "gate", "up", "down", "router"}),
     variants=_variants,

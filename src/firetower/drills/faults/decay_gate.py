@@ -73,6 +73,7 @@ def _host(seed: int, level: Any) -> Variant:
 DRILL = Drill(
     name="decay-gate",
     family="I",
+    case="I2",
     title="a decay gate of exp(A_log) = Inf times softplus = 0",
     stages=frozenset({"recurrent_state"}),
     variants=_variants,

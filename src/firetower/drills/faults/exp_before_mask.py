@@ -114,6 +114,7 @@ class _Chunk:
 DRILL = Drill(
     name="exp-before-mask",
     family="I",
+    case="I1",
     title="pairwise decays overflow above the diagonal because exp comes before the causal mask",
     stages=frozenset({"attention"}),
     variants=_variants,

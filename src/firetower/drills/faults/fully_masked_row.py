@@ -82,6 +82,7 @@ def _host(host: Host, seed: int) -> Variant:
 DRILL = Drill(
     name="fully-masked-row",
     family="G",
+    case="G1",
     title="a query row whose every key is masked has no softmax",
     stages=frozenset({"attention"}),
     variants=_variants,

@@ -84,6 +84,7 @@ def _host(host: Host, seed: int, name: str) -> Variant:
 DRILL = Drill(
     name="nan-guarded",
     family="N",
+    case="N4",
     title="a guard makes a NaN disappear before the logits",
     stages=frozenset({"down"}),
     variants=_variants,

@@ -80,6 +80,7 @@ def _host(host: Host, seed: int) -> Variant:
 DRILL = Drill(
     name="nan-sampled",
     family="N",
+    case="N1",
     title="a sampler turns a NaN row into an ordinary token",
     stages=frozenset({"logits"}),
     variants=_variants,

@@ -99,6 +99,7 @@ def _zero_embedding(seed: int) -> Variant:
 DRILL = Drill(
     name="norm-epsilon",
     family="H",
+    case="H3",
     title="a norm's epsilon is zero in fp16 and the row it meets is zero too",
     stages=frozenset({"kv"}),
     variants=_variants,

@@ -98,6 +98,7 @@ def _down(seed: int) -> Variant:
 DRILL = Drill(
     name="norm-of-inf",
     family="A",
+    case="A2",
     title="one Inf becomes a NaN and zeros in the next norm; the origin is upstream of it",
     stages=frozenset({"output", "down"}),
     variants=_variants,

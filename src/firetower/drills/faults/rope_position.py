@@ -90,6 +90,7 @@ def _host(host: Host, seed: int) -> Variant:
 DRILL = Drill(
     name="rope-position",
     family="T",
+    case="T1",
     title="a rotary position beyond fp16 becomes Inf and its cosine NaN",
     stages=frozenset({"kv"}),
     variants=_variants,

@@ -73,6 +73,7 @@ def _host(seed: int, layer: int) -> Variant:
 DRILL = Drill(
     name="router-renorm",
     family="H",
+    case="H1",
     title="routing weights renormalised by a sum of scores that underflowed to zero",
     stages=frozenset({"router"}),
     variants=_variants,

@@ -102,6 +102,7 @@ class _Recurrence:
 DRILL = Drill(
     name="unstable-delta",
     family="I",
+    case="I3",
     title="un-normalised keys make the delta rule's state explode",
     stages=frozenset({"recurrent_state"}),
     variants=_variants,

@@ -56,7 +56,7 @@ def _pure(seed: int, dtype: str) -> Variant:
 
 
 def _host(host: Host, seed: int, stage: str) -> Variant:
-    """A left-padded batch: one projection leaves pad rows unwritten, a later one has one scale for all rows."""
+    """A left-padded batch: one projection leaves pad rows unwritten, a later one scales over all rows."""
     rng = Random(seed)
     lengths = [rng.randint(3, 6), rng.randint(7, 9)]
     rng.shuffle(lengths)
@@ -117,6 +117,7 @@ def _quantise(projection: Any, mask: Tensor, *, over_pads: bool) -> None:
 DRILL = Drill(
     name="unwritten-pads",
     family="C",
+    case="C2b",
     title="a scale over unwritten pad rows turns every real row into NaN",
     stages=frozenset({"gate", "up", "down"}),
     variants=_variants,
