@@ -1,7 +1,7 @@
 """Decode of SmolLM2 in llama.cpp: the filtered callback on, against no callback at all.
 
-Two contexts of one model decode the same tokens in one process, a few tokens each in turn, so that a noisy machine
-hits both alike. The figure is the median over rounds of (with / without) of the same round. Prints one line:
+Two contexts of one model decode the same tokens in one process, a few tokens each in turn, so that a noisy
+machine hits both alike. The figure is the median over rounds of (with / without) of the same round. Prints one line:
 
     llama_filtered_ratio with_ms without_ms ratio bar
 
@@ -20,10 +20,10 @@ from pathlib import Path
 # set before numpy is imported: its threads must not compete with llama.cpp's
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from firetower.attach.llama_runtime import LlamaContext, LlamaOptions, LlamaSession  # noqa: E402
-from firetower.attach.llama_sensor import EvalSensor, Step  # noqa: E402
-from firetower.attach.llama_weights import WeightReader  # noqa: E402
-from firetower.core.records import Phase  # noqa: E402
+from firetower.attach.llama_runtime import LlamaContext, LlamaOptions, LlamaSession
+from firetower.attach.llama_sensor import EvalSensor, Step
+from firetower.attach.llama_weights import WeightReader
+from firetower.core.records import Phase
 
 BAR = 1.6
 PROMPT = "The lighthouse keeper wrote in the log that"
@@ -51,13 +51,16 @@ class Side:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", nargs="?", type=Path, help="default: SmolLM2 in the cache folder")
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--tokens", type=int, default=4, help="tokens a round and side")
     parser.add_argument("--level", choices=("filtered", "full"), default="filtered")
+    parser.add_argument("--threads", type=int, help="default: the usable CPUs, at most 8")
     args = parser.parse_args()
-    with LlamaSession(args.model or smollm2(), LlamaOptions()) as session:
+    with LlamaSession(args.model or smollm2(), LlamaOptions(num_threads=args.threads)) as session:
         sensor = EvalSensor(session.ggml, WeightReader(session.ggml, None), level=args.level)
         prompt = session.tokenize(PROMPT)
         total = len(prompt) + (args.rounds + 1) * args.tokens
@@ -65,7 +68,9 @@ def main() -> int:
             sides = [Side(watched, sensor), Side(bare, None)]
             with_ms, without_ms = measure(sides, prompt, args.rounds, args.tokens)
         if sensor.num_errors or sensor.num_bad or not sensor.num_checked:
-            print(f"not a measurement: {sensor.num_errors} errors, {sensor.num_bad} bad, {sensor.first_error}")
+            print(
+                f"not a measurement: {sensor.num_errors} errors, {sensor.num_bad} bad, {sensor.first_error}"
+            )
             return 1
     ratio = statistics.median(w / b for w, b in zip(with_ms, without_ms, strict=True))
     own, other = statistics.median(with_ms), statistics.median(without_ms)

@@ -251,6 +251,24 @@ def test_masked_logits_are_legal_at_the_output_only() -> None:
     assert (watch.fires[0].origin.module, watch.fires[0].first.column) == ("base.lm_head", 5)
 
 
+def test_a_head_that_bans_tokens_itself_is_silent() -> None:
+    class Head(nn.Module):
+        def __init__(self, proj: nn.Module) -> None:
+            super().__init__()
+            self.proj = proj
+
+        def forward(self, x: Tensor) -> Tensor:
+            logits = self.proj(x).clone()
+            logits[..., -3:] = float("-inf")
+            return logits
+
+    model = hosts.small_llama()
+    model.lm_head = Head(model.lm_head)
+    with firetower.attach(model, store=False) as watch:
+        generate(model, prompt(model))
+    assert watch.fires == []
+
+
 def test_raise_inside_forward_still_stores_the_fire() -> None:
     class Picky(Generic):
         def forward(self, x: Tensor) -> Tensor:

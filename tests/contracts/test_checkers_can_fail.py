@@ -16,6 +16,7 @@ from contracts import imports, names, style
         ("firetower/scan/a.py", "from ..attach import watch", "scan imports attach"),
         ("firetower/sensors/a.py", "from firetower import Store", "sensors imports the whole package"),
         ("firetower/sensors/a.py", "import firetower", "sensors imports the whole package"),
+        ("firetower/attach/a.py", "from firetower import Store", "attach imports the whole package"),
         ("firetower/scan/sub/a.py", "from ...drills import b", "scan imports drills"),
         ("firetower/scan/__init__.py", "from ..drills import b", "scan imports drills"),
         (
@@ -38,6 +39,7 @@ def test_upward_and_sideways_imports_are_refused(path, source, breach):
         ("firetower/scan/a.py", "from firetower.scan.gguf import read\nfrom .records import F\nimport numpy"),
         ("firetower/attach/a.py", "from firetower.sensors import check\nfrom firetower.fires.store import S"),
         ("firetower/__init__.py", "from firetower.attach.watch import attach"),
+        ("firetower/drills/a.py", "import firetower\nfrom firetower import attach, Fire"),
     ],
 )
 def test_downward_imports_pass(path, source):

@@ -55,6 +55,21 @@ def test_arithmetic_of_this_machine_is_read_as_x86(op, dtype, num_elements):
     assert raw_bits(result) <= set(arithmetic_patterns("x86", dtype))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("op", INVALID)
+def test_arithmetic_of_the_gpu_is_read_as_nvidia(op, dtype):
+    result = INVALID[op](torch.zeros(64, dtype=getattr(torch, dtype), device="cuda"))
+    assert raw_bits(result.cpu()) <= set(arithmetic_patterns("nvidia", dtype))
+
+
+@pytest.mark.gpu
+def test_a_payload_survives_a_gather_on_the_gpu_and_no_conversion():
+    half = torch.full((64,), 0x7EB7, dtype=torch.int16, device="cuda").view(torch.float16)
+    assert raw_bits(half[torch.arange(9, device="cuda")].cpu()) == {0x7EB7}
+    assert raw_bits(half.float().cpu()) == {0x7FFFFFFF}
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 def test_torchs_constant_is_known(dtype):
     [bits] = raw_bits(torch.full((3,), torch.nan, dtype=getattr(torch, dtype)))

@@ -9,6 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import textwrap
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

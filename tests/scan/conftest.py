@@ -1,4 +1,4 @@
-"""Small model files made on the spot: GGUF through the gguf package's writer, safetensors and PyTorch through theirs."""
+"""Small model files made on the spot, GGUF through the gguf package's writer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
+from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
 
 WriteGguf = Callable[..., Path]
@@ -40,7 +40,7 @@ def finite_blocks(quant: GGMLQuantizationType, num_blocks: int, rng: np.random.G
 
 @pytest.fixture
 def write_gguf(tmp_path: Path) -> WriteGguf:
-    """Write tensors to a GGUF file: values are float32 arrays (stored as given type) or (raw uint8 rows, type)."""
+    """Write a GGUF file; a tensor is a float32 array (stored as ``quant``) or (raw uint8 rows, type)."""
 
     def write(
         tensors: Mapping[str, Any], name: str = "model.gguf", quant: str = "F32", vocabulary: int = 50
@@ -70,12 +70,6 @@ def weights() -> Callable[..., np.ndarray]:
     """Random float32 weights of a shape, as those of a model: normal, standard deviation 0.02."""
     rng = np.random.default_rng(0)
     return lambda *shape: rng.normal(0, 0.02, shape).astype(np.float32)
-
-
-@pytest.fixture
-def block_bytes() -> Callable[[str], int]:
-    """Bytes of a block of a GGML type, from the gguf package."""
-    return lambda quant: int(GGML_QUANT_SIZES[GGMLQuantizationType[quant]][1])
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Run as a program by test_fuzz: scans mutations of one file and prints what came of them as JSON.
 
-A process of its own, so that a crash inside torch or a runaway allocation is seen and takes nothing else along.
+A process of its own, so that a crash inside torch or a runaway allocation is seen and does no other harm.
 """
 
 from __future__ import annotations

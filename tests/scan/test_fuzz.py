@@ -1,4 +1,4 @@
-"""2,000 damaged files of each format (200 in a plain run): a finding or a one-line error, in time, within memory, never a traceback."""
+"""2,000 damaged files of each format (200 in a plain run): findings or one-line errors, in bounds."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ from gguf.quants import _type_traits, dequantize
 
 from firetower.core.formats import decode
 from firetower.scan import Problem, scan
-from firetower.scan.gguf import block_location
 from firetower.scan.ggml import ggml_layout
+from firetower.scan.gguf import block_location
 from firetower.scan.layouts import bit_test, field_bits, magnitude_keys
 
 BLOCK_TYPES = [q for q in GGMLQuantizationType if GGML_QUANT_SIZES[q][0] > 1]

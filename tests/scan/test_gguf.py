@@ -251,7 +251,7 @@ def test_zero_bias_is_a_note_and_zero_matrix_is_bad(write_gguf, weights):
     ],
 )
 def test_block_location_refuses_what_is_not_there(model, name, row, block):
-    with pytest.raises(ScanError, match="nope|must be below"):
+    with pytest.raises(ScanError, match=r"nope|must be below"):
         block_location(model, name, row, block)
 
 

@@ -46,3 +46,13 @@ def test_every_tensor_dequantises_finite_where_the_scan_is_silent(real_model):
 
     for tensor in GGUFReader(real_model).tensors:
         assert np.isfinite(dequantize(tensor.data, tensor.tensor_type)).all(), tensor.name
+
+
+@pytest.mark.parametrize("name", ["small_qwen35_moe", "small_qwen3_next", "small_llama"])
+def test_models_saved_by_transformers_are_clean(name, tmp_path):
+    from firetower.drills import hosts
+
+    getattr(hosts, name)().save_pretrained(tmp_path)
+    report = scan(tmp_path)
+    assert report.is_clean
+    assert report.files[0].num_checked == report.files[0].num_tensors > 30

@@ -215,6 +215,20 @@ def test_header_length_beyond_the_file(tmp_path):
     assert "cannot be true" in finding.message
 
 
+def test_thousands_of_tensors_over_the_same_bytes_are_not_all_read(tmp_path):
+    raw = np.full(1 << 22, 0.5, dtype="<f4").tobytes()
+    entry = {"dtype": "F32", "shape": [1 << 22], "data_offsets": [0, len(raw)]}
+    text = json.dumps({f"w{i}": entry for i in range(5000)}).encode()
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(struct.pack("<Q", len(text)) + text + raw)
+    read = []
+    report = scan(path, lambda _, done, total: read.append((done, total)))
+    assert len(read) < 100
+    assert any("over twice the file" in f.message for f in report.bad)
+    assert report.files[0].num_more_findings > 3000
+    assert report.files[0].num_checked == 2
+
+
 def test_duplicate_name(tmp_path):
     entry = '{"dtype":"F32","shape":[2,4],"data_offsets":[0,32]}'
     text = f'{{"a":{entry},"a":{entry}}}'.encode()

@@ -129,7 +129,7 @@ class Mlp(nn.Module):
 
 
 class Watched(nn.Module):
-    """Layers whose every linear map is marked by a hook, the reset and the flush inside the traced forward."""
+    """Layers whose every linear map is marked by a hook; reset and flush are traced in the forward."""
 
     def __init__(self, num_layers: int, dim: int) -> None:
         super().__init__()

@@ -30,7 +30,11 @@ HEAVY = {"torch", "transformers"}
 SLOW_AT_START = {"torch", "transformers", "numpy", "gguf", "rich", "sqlite3", "llama_cpp", "safetensors"}
 """What the command line may import only inside functions: ``firetower --help`` must stay quick."""
 
+_FACADE = "the whole package"
+"""``import firetower``: reaches up to the room `attach`, so that only rooms above it may write that."""
+
 _LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
+_LEVEL[_FACADE] = _LEVEL["attach"]
 
 
 def upward_imports(sources: Sources) -> list[str]:
@@ -104,18 +108,18 @@ def _is_type_checking(test: ast.expr) -> bool:
 
 
 def _imported_rooms(path: str, tree: ast.Module, rooms: set[str]) -> Iterator[tuple[int, str]]:
-    """(line, room) of every import of our own; an import of the package itself counts as one of all above."""
+    """(line, room) of every import of our own."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 parts = alias.name.split(".")
                 if parts[0] == "firetower":
-                    yield node.lineno, parts[1] if len(parts) > 1 else "the whole package"
+                    yield node.lineno, parts[1] if len(parts) > 1 else _FACADE
         elif isinstance(node, ast.ImportFrom):
             module = _absolute(path, node)
             if module == "firetower":
                 for alias in node.names:
-                    yield node.lineno, alias.name if alias.name in rooms else "the whole package"
+                    yield node.lineno, alias.name if alias.name in rooms else _FACADE
             elif module.startswith("firetower."):
                 yield node.lineno, module.split(".")[1]
 

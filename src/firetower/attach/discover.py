@@ -91,10 +91,12 @@ def discover(model: nn.Module, level: str) -> list[Tap]:
 
 
 def _head(model: nn.Module) -> Iterator[Tap]:
-    """The head as stored by its own module holds finite values only; what the model makes of it may hold -Inf."""
+    """What a plain projection stores is finite; a head made of more than one module, and the model, may write -Inf."""
     for path, module in model.named_modules():
         if path.rpartition(".")[2] in _HEADS:
-            yield Tap(signal=Signal(stage="logits", module=path), module=module, side=Side.OUTPUT)
+            is_plain = not any(True for _ in module.children())
+            legal = Legal.FINITE if is_plain else Legal.NEG_INF
+            yield Tap(signal=Signal(stage="logits", module=path, legal=legal), module=module, side=Side.OUTPUT)
 
 
 def _is_decoder_layer(module: nn.Module) -> bool:

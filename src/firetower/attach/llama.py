@@ -1,7 +1,7 @@
 """Trace a GGUF model through llama.cpp: the first bad tensor, its op, row, column and bits.
 
 `trace` runs a prompt greedily with llama.cpp's eval callback on. At level ``filtered`` only what leaves
-attention, the MLP and each layer is watched; when that burns, the burning step is run again from the start of
+attention and each layer is watched; when that burns, the burning step is run again from the start of
 the sequence with every tensor watched, which names the exact op and says whether a weight, a state or the op
 itself is to blame.
 """

@@ -8,6 +8,7 @@ is not silent.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         print_json({"seed": args.seed, "results": [_to_json(r) for r in results]})
     else:
         print_table(
-            ("drill", "variant", "level", "planted", "seen", "twin", "ms"),
+            ("drill", "variant", "host", "level", "planted", "seen", "twin", "ms"),
             (_row(r) for r in results),
             right=("ms",),
         )
@@ -74,6 +75,8 @@ def _list(drills: Iterable[Drill], as_json: bool) -> int:
 
 def _start(drills: Iterable[Drill], args: argparse.Namespace) -> tuple[Iterator[Result], int]:
     """The results as they will come, and how many."""
+    # read when the library is imported: its advice on faster kernels is not for models of this size
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     import torch
 
     from firetower.drills import runner
@@ -100,15 +103,15 @@ def _progress(results: Iterator[Result], total: int) -> Iterator[Result]:
 
 def _row(r: Result) -> tuple[str, ...]:
     if r.skipped:
-        return r.drill, r.variant, r.level, "-", "skipped", "-", "-"
+        return r.drill, r.variant, r.host, r.level, "-", "skipped", "-", "-"
     if r.seen is None:
-        seen = "NOTHING"
+        seen = f"NOTHING by {r.seen_by}"
     elif r.mismatches:
-        seen = f"WRONG {', '.join(r.mismatches)}: {r.seen}"
+        seen = f"WRONG {', '.join(r.mismatches)} by {r.seen_by}: {r.seen}"
     else:
         seen = "exact"
     twin = "silent" if r.twin is None else f"FIRED at {r.twin}"
-    return r.drill, r.variant, r.level, str(r.expected), seen, twin, f"{r.elapsed_ms:.0f}"
+    return r.drill, r.variant, r.host, r.level, str(r.expected), seen, twin, f"{r.elapsed_ms:.0f}"
 
 
 def _to_json(r: Result) -> dict[str, Any]:

@@ -143,14 +143,31 @@ def _show(args: argparse.Namespace) -> int:
         _print_json(_as_dict(fire, with_content=args.with_content))
         return 0
     for line in fire_page(fire, last_seen=last_seen):
-        print(line)
-    store_option = _store_option(args)
-    say(
-        "",
-        f"next: firetower bits {fire.first.bits_hex} --dtype {_shown(fire.first.dtype)}",
-        f"      firetower fires export {fire.id}{store_option} -o {fire.id}.jsonl",
-    )
+        print(_wrapped(line))
+    say("", *_next_steps(fire, _store_option(args)))
     return 0
+
+
+def _next_steps(fire: Fire, store_option: str) -> list[str]:
+    bad_weight = any(weight.num_nonfinite for weight in fire.weights)
+    steps = ["firetower scan PATH   (the model's files: a weight is non-finite)"] if bad_weight else []
+    steps += [
+        f"firetower bits {fire.first.bits_hex} --dtype {_shown(fire.first.dtype)}",
+        f"firetower fires export {fire.id}{store_option} -o {fire.id}.jsonl",
+    ]
+    return [f"{'      ' if i else 'next: '}{step}" for i, step in enumerate(steps)]
+
+
+def _wrapped(line: str) -> str:
+    """A line of a page broken at the terminal's width, the rest indented under it; as it is elsewhere."""
+    import textwrap
+
+    if not sys.stdout.isatty() or len(line) <= _width():
+        return line
+    indent = " " * (len(line) - len(line.lstrip()) + 2)
+    return textwrap.fill(
+        line, _width(), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _export(args: argparse.Namespace) -> int:
@@ -254,7 +271,7 @@ def _reading(args: argparse.Namespace) -> Iterator[Store | None]:
     """The store opened to read, or None where there is none yet: looking makes no file."""
     from firetower.fires.store import Store
 
-    if not _path(args).exists():
+    if not _is_there(_path(args)):
         yield None
         return
     with Store(args.store, readonly=True) as store:
@@ -265,7 +282,7 @@ def _reading(args: argparse.Namespace) -> Iterator[Store | None]:
 def _existing(args: argparse.Namespace) -> Iterator[Store | None]:
     from firetower.fires.store import Store
 
-    if not _path(args).exists():
+    if not _is_there(_path(args)):
         yield None
         return
     with Store(args.store) as store:
@@ -319,6 +336,17 @@ def _path(args: argparse.Namespace) -> Path:
     from firetower.core.config import store_path
 
     return store_path() if args.store is None else Path(args.store).expanduser()
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        # it may be; opening it says what is wrong
+        return True
+    return True
 
 
 def _shown(text: str) -> str:

@@ -228,13 +228,22 @@ class Rope(nn.Module):
         return angles.cos()
 
 
+class Shares(nn.Module):
+    """Each element's share of its row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, D] -> [T, D]."""
+        return x / x.sum(-1, keepdim=True)
+
+
 class Guarded(nn.Module):
     """Shares of a row, passed through a guard that hides what went wrong."""
 
     def __init__(self, guard: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
+        self.shares = Shares()
         self.guard = guard
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, D] -> [T, D]."""
-        return self.guard(x / x.sum(-1, keepdim=True))
+        return self.guard(self.shares(x))

@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import count, islice
 
+import torch
+
 import firetower
 from firetower.core.errors import FiretowerError
 from firetower.core.records import Fire
@@ -21,6 +23,7 @@ class Result:
         drill, variant: names.
         host, level: where the fault lives and which level of the watch looked for it.
         expected, seen: the planted origin and the reported one; ``seen`` is None when nothing was reported.
+        seen_by: what reported it, ``attach`` or ``investigate``; of the two, the one that was wrong.
         mismatches: fields of ``expected`` that ``seen`` does not match.
         twin: what was wrongly reported of the clean twin, or None.
         elapsed_ms: time for both runs, building included.
@@ -34,6 +37,7 @@ class Result:
     level: Level
     expected: Origin | None = None
     seen: Origin | None = None
+    seen_by: str = ""
     mismatches: tuple[str, ...] = ()
     twin: Origin | None = None
     elapsed_ms: float = 0.0
@@ -49,8 +53,9 @@ class Result:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What the black box said of one case."""
+    """What one part of the black box said of one case; ``by`` names the part."""
 
+    by: str
     origin: Origin | None
     failures: tuple[str, ...] = ()
 
@@ -79,33 +84,48 @@ def run_variant(drill: Drill, variant: Variant) -> Result:
         case = variant.build(True)
     except FiretowerError as e:
         return dataclasses.replace(base, skipped=str(e))
-    assert case.expected is not None
-    burned = observe(case, variant.level)
-    twin = observe(variant.build(False), variant.level)
+    expected = case.expected
+    assert expected is not None
+    burned, twin = observe(case, variant.level), observe(variant.build(False), variant.level)
+    # of several observers, the one that is wrong is the one to show
+    wrong = (o for o in burned if o.origin is None or expected.mismatches(o.origin))
+    shown = next(wrong, burned[0])
     return dataclasses.replace(
         base,
-        expected=case.expected,
-        seen=burned.origin,
-        mismatches=case.expected.mismatches(burned.origin) if burned.origin else (),
-        twin=twin.origin,
+        expected=expected,
+        seen=shown.origin,
+        seen_by=shown.by,
+        mismatches=expected.mismatches(shown.origin) if shown.origin else (),
+        twin=next((o.origin for o in twin if o.origin), None),
         elapsed_ms=1e3 * (time.perf_counter() - start),
-        failures=burned.failures + twin.failures,
+        failures=tuple(f"{o.by}: {f}" for o in burned + twin for f in o.failures),
     )
 
 
-def observe(case: Case, level: Level) -> Observation:
-    """Run one case under the black box at this level."""
-    return _watch(case) if level == "layers" else _investigate(case)  # type: ignore
+def observe(case: Case, level: Level) -> list[Observation]:
+    """Run one case under a watch at this level; at ``ops`` it is investigated as well."""
+    seen = [_watch(case, level)]
+    return [*seen, _investigate(case)] if level == "ops" else seen
 
 
-def _watch(case: Case) -> Observation:
-    with firetower.attach(case.model, level="layers", on_fire="record", store=False) as watch:
+def _watch(case: Case, level: Level) -> Observation:
+    with firetower.attach(case.model, level=level, on_fire="record", store=False) as watch:
         case.call()
-        failures = [f"watch: {watch.last_failure}"] if watch.failures else []
+        failures = [str(watch.last_failure)] if watch.failures else []
         if not watch.coverage()[0]:
-            failures.append("watch: no signal ran")
+            failures.append("no signal ran")
         origin = _origin_of(watch.fires[0]) if watch.fires else None
-        return Observation(origin=origin, failures=tuple(failures))
+        return Observation(by="attach", origin=origin, failures=tuple(failures))
+
+
+def _investigate(case: Case) -> Observation:
+    function = case.model if case.method == "__call__" else getattr(case.model, case.method)
+    with torch.no_grad():
+        found = firetower.investigate(function, *case.args, firetower_store=False, **case.kwargs)
+    failures = (found.error,) if found.error else ()
+    return Observation(
+        by="investigate", origin=_origin_of(found.fire) if found.fire else None, failures=failures
+    )
 
 
 def _origin_of(fire: Fire) -> Origin:

@@ -48,11 +48,15 @@ class Origin:
         return tuple(name for name, (want, got) in pairs.items() if want is not None and want != got)
 
     def __str__(self) -> str:
-        stage = self.stage and (f"layer {self.layer} {self.stage}" if self.layer is not None else self.stage)
-        what = [self.module or None, stage, self.op, self.kind and str(self.kind)]
-        place = [f"{k}={v}" for k, v in (("row", self.row), ("col", self.column)) if v is not None]
+        where = self.op or self.stage or ""
+        if self.layer is not None and self.op is None:
+            where = f"layer {self.layer} {where}"
+        elif self.module:
+            where = f"{where} in {self.module}"
+        place = [f"{k} {v}" for k, v in (("row", self.row), ("column", self.column)) if v is not None]
         flags = ("laundered", "bad_weight", "zero_input", "pad_before_real")
-        return " ".join([*(w for w in what if w), *place, *(f for f in flags if getattr(self, f))])
+        facts = [f.replace("_", " ") for f in flags if getattr(self, f)]
+        return ", ".join([where, *([str(self.kind)] if self.kind else []), *place, *facts])
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

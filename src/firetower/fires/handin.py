@@ -68,12 +68,10 @@ def _complete_entry(entry: Any, where: str) -> Any:
 def _complete_value(first: Any, where: str) -> Any:
     if not isinstance(first, Mapping):
         return first
-    value = _with_bits(dict(first), where)
-    value = _with_place(value, where)
     for name in ("flat_index", "row", "column"):
-        if _is_int(value.get(name)) and value[name] < 0:
-            raise RecordError(f"{where}.{name}={value[name]}: must not be negative")
-    return value
+        if _is_int(first.get(name)) and first[name] < 0:
+            raise RecordError(f"{where}.{name}={first[name]}: must not be negative")
+    return _with_place(_with_bits(dict(first), where), where)
 
 
 def _with_bits(value: dict[str, Any], where: str) -> dict[str, Any]:

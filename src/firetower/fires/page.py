@@ -16,6 +16,7 @@ KIND_NAMES = {Kind.NAN: "NaN", Kind.POS_INF: "+Inf", Kind.NEG_INF: "-Inf"}
 """How a class of value is written for people."""
 
 _MAX_SIGNALS = 12
+_NEAR_MAXIMUM = 10_000  # headroom beyond this says nothing about overflow
 
 _ARITHMETIC = {
     "nvidia": ("nvidia", "cuda"),
@@ -32,8 +33,8 @@ def fire_page(fire: Fire, *, last_seen: str | None = None) -> list[str]:
         last_seen: when it was last counted, for a fire seen more than once.
     """
     lines = [_origin_line(fire), *_origin_lines(fire), "", *_value_lines(fire)]
-    lines += _section("What the bits say", map(visible, _what_bits_say(fire.first, fire.device)))
     lines += _section("Findings", _notes(fire))
+    lines += _section("What the bits say", map(visible, _what_bits_say(fire.first, fire.device)))
     lines += _section("Verdict", _verdict(fire.verdict))
     lines += _section("Burned requests", (_burned(b) for b in fire.burned))
     lines += _section("Bad signals, first executed first", _signals(fire.bad_signals))
@@ -121,10 +122,10 @@ def _burned(row: BurnedRow) -> str:
 
 
 def _signals(signals: tuple[SignalReading, ...]) -> Iterator[str]:
-    for s in signals[:_MAX_SIGNALS]:
+    for number, s in enumerate(signals[:_MAX_SIGNALS], start=1):
         first = f": {value_name(s.first)} at row {s.first.row}, column {s.first.column}" if s.first else ""
         module = f" ({visible(s.signal.module)})" if s.signal.module else ""
-        yield f"{visible(s.signal.name)}{module}{first}"
+        yield f"{number}. {visible(s.signal.name)}{module}{first}"
     if len(signals) > _MAX_SIGNALS:
         yield f"and {len(signals) - _MAX_SIGNALS} more (--json has them all)"
 
@@ -143,7 +144,8 @@ def _tensor(t: TensorSummary) -> str:
     counts = ((t.num_nan, "NaN"), (t.num_pos_inf, "+Inf"), (t.num_neg_inf, "-Inf"))
     bad = ", ".join(f"{n} {name}" for n, name in counts if n) or "all finite"
     absmax = "no finite element" if t.absmax is None else f"absmax {t.absmax:.4g}"
-    headroom = "" if t.headroom is None else f" ({t.headroom:.3g}x below the type's maximum)"
+    near = t.headroom is not None and t.headroom < _NEAR_MAXIMUM
+    headroom = f" ({t.headroom:.3g}x below the type's maximum)" if near else ""
     zeros = f", {t.zero_frac:.1%} zeros" if t.zero_frac else ""
     return f"{visible(t.name)} {_shape(t.shape)} {visible(t.dtype)}: {bad}, {absmax}{headroom}{zeros}"
 

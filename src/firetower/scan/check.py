@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 
 import numpy as np
@@ -24,6 +24,8 @@ from firetower.scan.records import Finding, Problem, Severity
 from firetower.scan.source import Source
 
 CHUNK_BYTES = 1 << 20
+MAX_EXPERTS = 4096
+"""A stacked tensor that claims more is judged as a whole."""
 ABSURD = 1e6
 """No weight is this large: a value, or ``scale * gain``, above it is absurd in any tensor."""
 ABSURD_FLOAT16 = 32768.0
@@ -87,6 +89,29 @@ class _Unit:
         return self.tensor.row_length >= 32 and self.num_blocks >= 2 * max(1, blocks_per_row)
 
 
+def check_tensors(
+    source: Source, tensors: Iterable[Tensor], findings: Findings, advance: Callable[[int], None]
+) -> int:
+    """`check_tensor` for all, in file order; returns how many had floats and were read whole.
+
+    A header may let thousands of tensors share the same bytes: past twice the file's size no more are read.
+    """
+    num_read, budget = 0, 2 * source.size
+    for tensor in sorted(tensors, key=lambda t: t.offset):
+        budget -= tensor.num_bytes
+        if budget < 0:
+            message = f"tensors overlap to over twice the file's size: from {tensor.name} on not read"
+            findings.add(Finding(problem=Problem.OVERLAP, message=message, offset_bytes=tensor.offset))
+            break
+        check_tensor(source, tensor, findings, advance)
+        is_whole = (
+            tensor.num_bytes
+            >= tensor.num_elements // tensor.layout.block_elements * tensor.layout.block_bytes
+        )
+        num_read += bool(tensor.layout.fields) and is_whole
+    return num_read
+
+
 def check_tensor(source: Source, tensor: Tensor, findings: Findings, advance: Callable[[int], None]) -> None:
     """Read one tensor and add what is wrong with it to ``findings``.
 
@@ -115,7 +140,10 @@ def check_tensor(source: Source, tensor: Tensor, findings: Findings, advance: Ca
 def _units(tensor: Tensor) -> Iterator[_Unit]:
     layout = tensor.layout
     num_blocks = tensor.num_elements // layout.block_elements
-    num_units = tensor.shape[0] if is_stacked(tensor.name, len(tensor.shape)) and tensor.has_rows else 1
+    is_split = (
+        is_stacked(tensor.name, len(tensor.shape)) and tensor.has_rows and tensor.shape[0] <= MAX_EXPERTS
+    )
+    num_units = tensor.shape[0] if is_split else 1
     in_file = tensor.num_bytes // layout.block_bytes
     size = num_blocks // max(1, num_units)
     for i in range(min(num_units, math.ceil(in_file / size)) if size else 0):
@@ -198,7 +226,8 @@ def _typical(source: Source, unit: _Unit, field: Field) -> float:
     layout, test = unit.tensor.layout, bit_test(field.dtype)
     sample: list[Keys] = []
     num_blocks = min(_SAMPLE_BLOCKS, unit.num_blocks)
-    for start in np.linspace(0, unit.num_blocks - num_blocks, _SAMPLE_SPOTS, dtype=np.int64).tolist():
+    spots = np.linspace(0, unit.num_blocks - num_blocks, _SAMPLE_SPOTS, dtype=np.int64)
+    for start in np.unique(spots).tolist():
         data = np.empty(num_blocks * layout.block_bytes, dtype=np.uint8)
         source.read_into(data, unit.offset + start * layout.block_bytes)
         keys = magnitude_keys(field_bits(data, num_blocks, layout, field, unit.tensor.order), field.dtype)

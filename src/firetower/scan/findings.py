@@ -21,8 +21,9 @@ class Findings:
         self.num_beyond = 0
 
     def has_room(self, tensor: str | None, problem: Problem) -> bool:
-        """Whether another finding of this tensor and problem would be listed."""
-        return self._num_listed[tensor, problem] < MAX_PER_TENSOR and len(self._listed) < MAX_PER_FILE
+        """Whether another finding of this tensor (None for the file) and problem would be listed."""
+        is_open = tensor is None or len(self._listed) < MAX_PER_FILE
+        return is_open and self._num_listed[tensor, problem] < MAX_PER_TENSOR
 
     def add(self, finding: Finding) -> None:
         """List a finding, or count it where there is no room."""

@@ -89,14 +89,15 @@ def check_index(source: Source, shards: Mapping[str, Iterable[str]], findings: F
         findings.add(Finding(problem=Problem.HEADER, message=str(e)))
         return 0
     folder = source.path.parent
-    for name in sorted(set(weight_map.values())):
+    listed = set(weight_map.values())
+    for name in sorted(listed):
         _check_shard_name(name, folder, findings)
-    present = {name: set(tensors) for name, tensors in shards.items()}
+    present = {name: set(tensors) for name, tensors in shards.items() if name in listed}
     for tensor, shard in weight_map.items():
         if shard in present and tensor not in present[shard]:
             message = f"the index places it in {printable(shard, 80)}, which does not have it"
             findings.add(Finding(problem=Problem.HEADER, message=message, tensor=printable(tensor)))
-    _check_owners(weight_map, {n: t for n, t in present.items() if n in set(weight_map.values())}, findings)
+    _check_owners(weight_map, present, findings)
     return len(weight_map)
 
 

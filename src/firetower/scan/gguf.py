@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from firetower.core.errors import ScanError
-from firetower.scan.check import Tensor, check_tensor
+from firetower.scan.check import Tensor, check_tensors
 from firetower.scan.findings import Findings
 from firetower.scan.ggml import ggml_layout
 from firetower.scan.layouts import Layout
@@ -81,11 +81,11 @@ def scan_gguf(source: Source, findings: Findings, advance: Callable[[int], None]
     check_truncated(extents, source.size, findings)
     if len(placed) == len(header.infos):
         check_extents(extents, header.data_start, source.size, header.alignment, findings)
-    num_checked = 0
-    for (info, layout), extent in sorted(zip(placed, extents, strict=True), key=lambda p: p[1].start):
-        check_tensor(source, _tensor(header, info, layout, extent, source.size), findings, advance)
-        num_checked += bool(layout.fields) and extent.stop <= source.size
-    return header.num_declared, num_checked
+    tensors = [
+        _tensor(header, info, layout, extent, source.size)
+        for (info, layout), extent in zip(placed, extents, strict=True)
+    ]
+    return header.num_declared, check_tensors(source, tensors, findings, advance)
 
 
 def block_location(path: str | Path, tensor_name: str, row: int, block: int) -> tuple[int, int]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from firetower.core.errors import MissingExtraError, ScanError
 from firetower.core.formats import FORMATS
-from firetower.scan.check import Tensor, check_tensor
+from firetower.scan.check import Tensor, check_tensor, check_tensors
 from firetower.scan.findings import Findings
 from firetower.scan.layouts import Field, Layout, opaque, plain
 from firetower.scan.placement import Extent, check_truncated
@@ -135,19 +135,20 @@ def _scan_zip(
 ) -> tuple[int, int]:
     tensors = list(_tensors_of(torch, _load(torch, source, map_location="meta")))
     placed: list[Tensor] = []
-    seen = set[tuple[int, tuple[int, ...]]]()
+    seen, num_tied = set[tuple[int, tuple[int, ...]]](), 0
     for name, tensor in tensors:
         item = _place(name, tensor, archive, findings)
-        # tied weights are reported under their first name
-        if item is not None and (item.offset, item.shape) not in seen:
+        if item is not None and (item.offset, item.shape) in seen:
+            num_tied += bool(item.layout.fields)  # read once, reported under the first name
+        elif item is not None:
             seen.add((item.offset, item.shape))
             placed.append(item)
     extents = [Extent(name=t.name, start=t.offset, stop=t.offset + t.num_bytes) for t in placed]
     check_truncated(extents, source.size, findings)
-    for item in sorted(placed, key=lambda t: t.offset):
-        available = max(0, min(item.num_bytes, source.size - item.offset))
-        check_tensor(source, dataclasses.replace(item, num_bytes=available), findings, advance)
-    return len(tensors), sum(bool(item.layout.fields) for item in placed)
+    present = [
+        dataclasses.replace(t, num_bytes=max(0, min(t.num_bytes, source.size - t.offset))) for t in placed
+    ]
+    return len(tensors), check_tensors(source, present, findings, advance) + num_tied
 
 
 def _place(name: str, tensor: Any, archive: _Archive, findings: Findings) -> Tensor | None:

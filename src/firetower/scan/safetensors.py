@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from firetower.scan.check import Tensor, check_tensor
+from firetower.scan.check import Tensor, check_tensors
 from firetower.scan.findings import Findings
 from firetower.scan.layouts import Field, Layout, opaque, plain
 from firetower.scan.names import mx_blocks_of
@@ -103,18 +103,17 @@ def scan_safetensors(
     check_truncated(extents, source.size, findings)
     if len(header.entries) == len(header.names):
         check_extents(extents, header.data_start, source.size, 1, findings)
-    num_checked = 0
-    for entry in sorted(header.entries, key=lambda e: e.start):
-        tensor = Tensor(
+    tensors = [
+        Tensor(
             name=entry.name,
             offset=entry.start,
             num_bytes=max(0, min(entry.stop, source.size) - entry.start),
             shape=entry.shape,
             layout=entry.layout,
         )
-        check_tensor(source, tensor, findings, advance)
-        num_checked += bool(entry.layout.fields) and entry.stop <= source.size
-    return len(header.names), num_checked, header
+        for entry in header.entries
+    ]
+    return len(header.names), check_tensors(source, tensors, findings, advance), header
 
 
 def read_header(source: Source, findings: Findings) -> Header:

@@ -1,4 +1,4 @@
-"""Places in a view, told as places in the tensor that it is a view of: ``h[0, 3, 5] = inf`` wrote row 3, column 5."""
+"""Places in a view as places in the tensor behind it: ``h[0, 3, 5] = inf`` wrote row 3, column 5."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PURGE_AT = 512
 
 
 class Bases:
-    """Finds the tensor behind a view. torch knows it, except under ``inference_mode``: there views are noted."""
+    """Finds the tensor behind a view. torch knows it; under ``inference_mode`` views are noted here."""
 
     def __init__(self) -> None:
         self._shapes: dict[int, tuple[StorageWeakRef, tuple[int, ...]]] = {}

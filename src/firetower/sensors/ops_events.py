@@ -27,8 +27,8 @@ class Cause(StrEnum):
 class Writer:
     """The op that wrote a value which is harmless so far: a mask's -Inf, a +Inf fill, an allocation.
 
-    ``first`` and ``output`` are filled for a +Inf only, since only that can become an origin itself; ``cause`` and
-    ``tensor`` say where one came from that no op wrote.
+    ``first`` and ``output`` are filled for a +Inf only, since only that can become an origin itself;
+    ``cause`` and ``tensor`` say where one came from that no op wrote.
     """
 
     op: str
@@ -50,7 +50,7 @@ class OpEvent:
 
     Attributes:
         index: the how-manieth op of the run this was, from 0.
-        op, module, source: ``aten.mul.Tensor``; dotted path, "" outside any module; ``file.py:120 in forward``.
+        op: ``aten.mul.Tensor``. module: dotted path, "" outside any. source: ``file.py:120 in forward``.
         output_index: which output; None where the output is clean and only an input was bad.
         first: first bad element of the output (of the input where the output is clean).
         inputs, output: summaries at the time of the op.
@@ -93,12 +93,13 @@ class OpEvent:
 
     def __str__(self) -> str:
         where = f" in {self.module}" if self.module else ""
-        return f"{self.op}{where} at {self.source}: {self.culprit}"
+        seen = f"; seen at {self.seen_at}" if self.seen_at else ""
+        return f"{self.op}{where} at {self.source}: {self.culprit}{seen}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LaunderEvent:
-    """An op that read a bad value and whose output shows none of it. ``count``: how often at this very place."""
+    """An op that read a bad value and whose output shows none. ``count``: how often at this very place."""
 
     index: int
     op: str

@@ -1,4 +1,4 @@
-"""Decides what a non-finite output means: legal, harmless so far, spread from elsewhere, or the origin of a fire."""
+"""Decides what a non-finite output means: legal, harmless so far, spread from elsewhere, or an origin."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Judge:
             owner.cause,
             owner.culprit,
             source=source,
-            tensor=owner.name,
+            owner=owner,
         )
         self.blame_outsider(source, owner, event)
         self.table.mark_bad(x, event, neg_inf=flags.neg_inf)
@@ -110,7 +110,9 @@ class Judge:
             return Owner(Cause.CARRIED, str(operand.entry.carried))
         return owner
 
-    def _from_unwritten(self, ran: Ran, x: Tensor, number: int, flags: Flags, operands: list[Operand]) -> bool:
+    def _from_unwritten(
+        self, ran: Ran, x: Tensor, number: int, flags: Flags, operands: list[Operand]
+    ) -> bool:
         source = next((o for o in operands if o.entry is not None and o.entry.unwritten), None)
         if source is None:
             return False
@@ -141,7 +143,7 @@ class Judge:
             self._set_legal(ran, x, operands)
             return True
         if flags.nan or not ran.info.is_mover:
-            text = "it wrote a NaN constant" if ran.info.is_mover else "it computed with a non-finite constant"
+            text = "wrote a NaN constant" if ran.info.is_mover else "computed with a non-finite constant"
             places = bad_places(x, neg_inf=False)
             event = self.report.bad_op(ran, x, number, places, Cause.CONSTANT, text)
             self.table.mark_bad(x, event, neg_inf=False)
@@ -211,7 +213,7 @@ class Judge:
         self.table.mark_bad(x, event, neg_inf=True)
 
     def _own_places(self, ran: Ran, x: Tensor, number: int, operands: list[Operand]) -> bool:
-        """Whether a pointwise op made non-finite values where none of its inputs had one; then it is an origin."""
+        """Whether a pointwise op made bad values where none of its inputs had one; then it is an origin."""
         places = _unexplained_places(ran.info, x, operands)
         if places is None or not bool(places.any()):
             return False
@@ -265,7 +267,7 @@ def _is_pending(operand: Operand) -> bool:
 
 
 def _is_unexplained_state(operand: Operand) -> bool:
-    """Holds a value that no op was seen to write; a -Inf is never that bad by itself unless it is in a weight."""
+    """Holds a value that no op was seen to write; -Inf alone counts only in a storage without a state."""
     entry, flags = operand.entry, operand.flags
     if entry is None:
         return True

@@ -1,14 +1,19 @@
-"""What each ATen op does with values, as far as sensing needs to know: moves, makes, writes, launders, allocates."""
+"""What each ATen op does with values, as far as sensing needs to know: moves, writes, launders, allocates."""
 
 from __future__ import annotations
 
 import dataclasses
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
 
-_MOVERS = frozenset(
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_MOVERS = _words(
     """
     _conj_physical _copy_from _index_put_impl _reshape_alias _reshape_copy _to_copy _unsafe_index
     _unsafe_index_put _unsafe_view alias_copy amax amin aminmax as_strided_copy as_strided_scatter
@@ -24,57 +29,55 @@ _MOVERS = frozenset(
     transpose_copy tril triu unbind_copy unfold_copy unsafe_chunk unsafe_split unsafe_split_with_sizes
     unsqueeze_copy view_as_complex_copy view_as_real_copy view_copy where _foreach_clamp_max
     _foreach_clamp_min _foreach_copy _foreach_maximum _foreach_minimum
-    """.split()
+    """
 )
-"""Ops whose output elements are input elements, constants, or neighbours in the type: they compute no new infinity."""
+"""Ops whose output elements are input elements or constants: they compute no new infinity."""
 
-_BY_PLACE = frozenset(
+_BY_PLACE = _words(
     """
     _unsafe_index as_strided_copy diagonal_copy embedding gather im2col index index_select masked_select
     narrow_copy select_copy slice_copy split_copy split_with_sizes_copy take unbind_copy unfold_copy
     unsafe_chunk unsafe_split unsafe_split_with_sizes index_copy slice_scatter select_scatter
     diagonal_scatter as_strided_scatter scatter
-    """.split()
+    """
 )
 """Movers that take or overwrite elements by place: a bad value that they leave behind was not read."""
 
 _SIGN = frozenset(("abs", "neg", "_foreach_abs", "_foreach_neg"))
-"""-Inf to +Inf without computing (``isfinite`` and ``isinf`` are made of ``abs``): stays harmless until used."""
+"""-Inf to +Inf without computing (``isfinite`` is made of ``abs``): stays harmless until used."""
 
 _FILLS = frozenset(("_foreach_zero", "copy", "fill", "zero", "_foreach_copy"))
-_RANDOM_FILLS = frozenset(
-    "bernoulli cauchy exponential geometric log_normal normal random uniform".split()
-)
-_INSPECTORS = frozenset(
+_RANDOM_FILLS = _words("bernoulli cauchy exponential geometric log_normal normal random uniform")
+_INSPECTORS = _words(
     """
     _assert_async _local_scalar_dense equal isfinite isinf isnan isneginf isposinf isreal is_nonzero
     item _is_all_true _is_any_true _foreach_isinf signbit
-    """.split()
+    """
 )
 """Ops that look for bad values or hand them to Python: their integer answer hides nothing."""
 
-_LAUNDERERS = frozenset(
+_LAUNDERERS = _words(
     """
     argmax argmin argsort bucketize clamp clamp_max clamp_min eq fmax fmin ge gt histc isin kthvalue le
     lt masked_fill max min median mode multinomial nan_to_num nanmedian nansum ne searchsorted sign sort
     topk tril triu where logical_and logical_not logical_or logical_xor nonzero unique2 _unique2 nanmean
     maximum minimum relu threshold hardtanh
-    """.split()
+    """
 )
-"""Ops that are known to make a bad value disappear: their inputs are read even when nothing bad was seen before."""
+"""Ops known to make a bad value disappear: their inputs are read even when nothing bad was seen before."""
 
-_ALLOCATORS = frozenset(
-    "empty empty_like empty_permuted empty_quantized empty_strided new_empty new_empty_strided resize".split()
+_ALLOCATORS = _words(
+    "empty empty_like empty_permuted empty_quantized empty_strided new_empty new_empty_strided resize"
 )
-_SHAPE_ONLY = frozenset(
+_SHAPE_ONLY = _words(
     """
     empty_like full_like new_empty new_empty_strided new_full new_ones new_zeros ones_like rand_like
     randint_like randn_like zeros_like sym_numel sym_size sym_storage_offset sym_stride is_same_size
     _has_compatible_shallow_copy_type set_ set resize resize_as _nested_tensor_size
-    """.split()
+    """
 )
 _FIRST_OUTPUT_ONLY = "_scaled_dot_product"
-"""Fused attention: its further outputs (log-sum-exp, seeds) may be left unwritten and feed the backward only."""
+"""Fused attention: its further outputs (log-sum-exp, seeds) may be unwritten and feed the backward only."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -113,9 +116,9 @@ class OpInfo:
     is_composite: bool
 
 
-@lru_cache(maxsize=None)
+@cache
 def op_info(func: Any) -> OpInfo:
-    """Describe an ``OpOverload`` (or a higher-order operator, which has no schema and is taken as computing)."""
+    """Describe an ``OpOverload``, or a higher-order operator, which is taken as computing."""
     name = str(func)
     schema = getattr(func, "_schema", None)
     packet = getattr(getattr(func, "_overloadpacket", None), "__name__", name)
@@ -153,9 +156,9 @@ def op_info(func: Any) -> OpInfo:
 def run_composite(func: Any, args: Any, kwargs: Any) -> Any:
     """Run a composite op through its C++ body, so that the ops inside are dispatched one by one.
 
-    Not ``func.decompose``: that prefers Python decompositions, whose results can differ in the last bit. The keys
-    that a dispatch mode runs without are restored: the body asks, for instance, whether a view of a weight requires
-    grad, and picks another matrix product by the answer.
+    Not ``func.decompose``: that prefers Python decompositions, whose results can differ in the last bit. The
+    keys that a dispatch mode runs without are restored: the body asks, for instance, whether a view of a
+    weight requires grad, and picks another matrix product by the answer.
     """
     excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
     exclude = torch._C._dispatch_tls_set_dispatch_key_excluded

@@ -1,11 +1,13 @@
-"""Op-level sensing: checks what every ATen op stores, and tells the op that made a bad value from those that spread it.
+"""Op-level sensing: checks what every ATen op stores; tells the op that made a bad value from those that
+spread it.
 
     with OpsMode(model) as mode:
         model(**inputs)
     mode.origin          # the op where it began, or None
 
-Slow next to signals at module level (every op is followed by a pass over its output), and it synchronises with the
-device: it is for finding the line, not for serving. Results and random streams are those of a run without it.
+Slow next to signals at module level (every op is followed by a pass over its output), and it synchronises
+with the device: it is for finding the line, not for serving. Results and random streams are those of a run
+without it.
 """
 
 from __future__ import annotations
@@ -51,8 +53,8 @@ class OpsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Checks every ATen op between ``__enter__`` and ``__exit__``, in eager mode, in this thread.
 
     Args:
-        model: names modules, weights and the caller's inputs, and its output is checked; None takes the outermost
-            modules that run.
+        model: names modules, weights and the caller's inputs, and its output is checked; None takes the
+            outermost modules that run.
 
     Attributes:
         num_ops: ops that ran.
@@ -128,7 +130,7 @@ class OpsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._guarded(lambda: self._owners.note_inputs(args, kwargs))
 
     def check_output(self, output: Any) -> None:
-        """Check what leaves the model: a +Inf that did no damage so far, or memory nobody wrote, is a fire here."""
+        """Check what leaves the model: a +Inf harmless so far, or memory nobody wrote, is a fire here."""
         self._guarded(lambda: self._check_output(output))
 
     def __enter__(self) -> OpsMode:
@@ -199,7 +201,9 @@ class OpsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _float_outputs(self, info: OpInfo, args: Any, kwargs: Any, out: Any) -> list[tuple[int, Tensor]]:
         found = list(tensors_in(out))
         if not found and info.mutated:
-            found = [t for n, v in named_arguments(info, args, kwargs) if n in info.mutated for t in tensors_in(v)]
+            found = [
+                t for n, v in named_arguments(info, args, kwargs) if n in info.mutated for t in tensors_in(v)
+            ]
         if info.first_output_only:
             found = found[:1]
         outputs = []
@@ -231,7 +235,9 @@ class OpsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for number, x in dirty:
             self._judge.output(ran, x, number, read, has_constant=has_constant)
 
-    def _find_laundering(self, info: OpInfo, index: int, args: Any, kwargs: Any, before: Snapshots | None) -> None:
+    def _find_laundering(
+        self, info: OpInfo, index: int, args: Any, kwargs: Any, before: Snapshots | None
+    ) -> None:
         if info.is_inspector or _compares_for_nonfinite(info, args):
             return
         read = operands(info, args, kwargs, before, self._table)
@@ -297,7 +303,9 @@ def _quiet() -> AbstractContextManager[Any]:
 _NOTHING: AbstractContextManager[Any] = contextlib.nullcontext()
 
 
-def _arguments(info: OpInfo, args: Any, kwargs: Any, before: Snapshots | None) -> tuple[tuple[str, Tensor], ...]:
+def _arguments(
+    info: OpInfo, args: Any, kwargs: Any, before: Snapshots | None
+) -> tuple[tuple[str, Tensor], ...]:
     found = []
     for name, value in named_arguments(info, args, kwargs):
         if name in info.outs or (info.overwrites and name in info.mutated):

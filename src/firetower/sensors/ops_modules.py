@@ -1,4 +1,4 @@
-"""Where an op runs: the module stack, the stage and layer that follow from its path, and the line of the caller."""
+"""Where an op runs: the module stack, the stage and layer that follow from its path, the caller's line."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def stage_of(module: str, root: str = "") -> str:
 
 
 class ModuleStack:
-    """Follows which modules of a model are running, through hooks that are there between `install` and `remove`.
+    """Follows which modules run, through hooks that are there between `install` and `remove`.
 
     Args:
-        model: whose modules to follow; None follows every module of the process through global hooks and takes
-            the outermost one that runs as the root that names are relative to.
+        model: whose modules to follow; None follows every module of the process through global hooks and
+            takes the outermost one that runs as the root that names are relative to.
 
     Attributes:
         roots: the models seen: ``model``, or every outermost module.
@@ -93,7 +93,9 @@ class ModuleStack:
             return
         self._name(self.model)
         for module in self.model.modules():
-            self._handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
+            self._handles.append(
+                module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
+            )
             self._handles.append(module.register_forward_hook(self._leave, always_call=True))
 
     def remove(self) -> None:
@@ -114,7 +116,7 @@ class ModuleStack:
         self._enter(module, args, {})
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if not self._stack and self.on_root_call is not None:
+        if self._is_root(module) and self.on_root_call is not None:
             self.on_root_call(args, kwargs)
         self._stack.append(module)
 
@@ -124,14 +126,19 @@ class ModuleStack:
             return
         while self._stack.pop() is not module:
             pass
-        if not self._stack and self.on_root_return is not None:
+        if self._is_root(module) and self.on_root_return is not None:
             self.on_root_return(output)
+
+    def _is_root(self, module: nn.Module) -> bool:
+        # hooks put on while the root is running miss its own entry: an inner module is no root for that
+        return not self._stack and (self.model is None or module is self.model)
 
 
 def source_line() -> str:
     """``file:line in function`` of the innermost frame outside torch and firetower, "" where there is none.
 
-    Files of installed packages are given relative to site-packages, files below the working folder relative to it.
+    Files of installed packages are given relative to site-packages, files below the working folder relative
+    to it.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _is_inside(frame.f_code.co_filename):

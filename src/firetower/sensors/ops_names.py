@@ -16,10 +16,11 @@ from firetower.sensors.ops_table import storage_key
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Owner:
-    """Role of a tensor and its dotted or argument name."""
+    """Role of a tensor, its dotted or argument name, and the weight or buffer itself."""
 
     cause: Cause
     name: str | None
+    tensor: Tensor | None = None
 
     @property
     def culprit(self) -> str:
@@ -34,13 +35,16 @@ class Owner:
 
 
 class Owners:
-    """Finds the owner of a tensor by its storage. Looks weights up when asked, so that swapped ones are found too."""
+    """Finds the owner of a tensor by its storage; looks weights up when asked, so swapped ones are found."""
 
     def __init__(self) -> None:
         self._given: dict[int, tuple[StorageWeakRef, str]] = {}
 
     def note_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Remember what a caller passed; replaces what was remembered before."""
+        """Remember what a caller passed; replaces what was remembered before.
+
+        Only memory that the caller keeps is recognised: an expired storage is no one's.
+        """
         self._given = {}
         named = [*((f"argument {i}", a) for i, a in enumerate(args)), *kwargs.items()]
         for name, value in named:
@@ -48,15 +52,16 @@ class Owners:
                 self._given.setdefault(storage_key(x), (StorageWeakRef(x.untyped_storage()), path))
 
     def of(self, x: Tensor, roots: list[nn.Module]) -> Owner:
-        """The owner of the storage of ``x`` among the weights and buffers of ``roots`` and the noted inputs."""
+        """Owner of the storage of ``x`` among the weights and buffers of ``roots`` and the noted inputs."""
         key = storage_key(x)
         for cause, named in (
             (Cause.WEIGHT, [p for r in roots for p in r.named_parameters(remove_duplicate=False)]),
             (Cause.BUFFER, [b for r in roots for b in r.named_buffers(remove_duplicate=False)]),
         ):
-            names = list(dict.fromkeys(n for n, p in named if _has_storage(p) and storage_key(p) == key))
-            if names:
-                return Owner(cause, names[0] + (f" (tied with {', '.join(names[1:])})" if names[1:] else ""))
+            found = {n: p for n, p in named if _has_storage(p) and storage_key(p) == key}
+            if found:
+                first, *tied = found
+                return Owner(cause, first + (f" (tied with {', '.join(tied)})" if tied else ""), found[first])
         given = self._given.get(key)
         if given is not None and not given[0].expired():
             return Owner(Cause.CALLER, given[1])
@@ -66,7 +71,7 @@ class Owners:
 
 
 def tensors_under(value: Any, path: str, depth: int = 4) -> Iterator[tuple[str, Tensor]]:
-    """(path, tensor) of strided tensors in nested tuples, lists, mappings and plain objects such as caches."""
+    """(path, tensor) of strided tensors in nested tuples, lists, mappings and objects such as caches."""
     if isinstance(value, Tensor):
         if _has_storage(value):
             yield path, value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -80,10 +81,10 @@ class Report:
         culprit: str,
         *,
         source: Operand | None = None,
-        tensor: str | None = None,
+        owner: Owner | None = None,
         notes: tuple[str, ...] = (),
     ) -> OpEvent:
-        """An op whose output is bad at ``places``; ``source`` is the operand that was bad already."""
+        """An op whose output is bad at ``places``; ``source`` is the operand that was bad already, if any."""
         inputs = tuple(summarize(name, x) for name, x in ran.arguments)
         first = self._first(output, places, ran)
         event = self._event(
@@ -94,9 +95,7 @@ class Report:
             output_index=output_index,
             inputs=inputs,
             output=summarize("output", output),
-            tensor=tensor,
-            tensor_first=None if source is None else self._first(source.value, bad_places(source.value, neg_inf=True)),
-            tensor_summary=None if source is None else summarize(tensor or source.name, source.value),
+            **self._tensor_fields(source, owner),
             notes=(*notes, *_notes(inputs, first, cause)),
         )
         return self._keep(event)
@@ -109,9 +108,7 @@ class Report:
             first=first,
             cause=owner.cause,
             culprit=owner.culprit,
-            tensor=owner.name,
-            tensor_first=first,
-            tensor_summary=summarize(owner.name or source.name, source.value),
+            **self._tensor_fields(source, owner),
         )
         return self._keep(event)
 
@@ -145,9 +142,9 @@ class Report:
         """A +Inf written earlier has done damage, or has left the model: its writer is the origin."""
         assert writer.first is not None
         owner = Owner(writer.cause, writer.tensor)
-        own = "it wrote a +Inf constant" if writer.cause is Cause.CONSTANT else owner.culprit
+        own = "wrote a +Inf constant" if writer.cause is Cause.CONSTANT else owner.culprit
         if writer.cause is Cause.OWN:
-            own = "it turned a legal -Inf into +Inf"
+            own = "turned a legal -Inf into +Inf"
         event = OpEvent(
             index=writer.index,
             op=writer.op,
@@ -157,7 +154,7 @@ class Report:
             layer=layer_of(writer.module),
             first=writer.first,
             cause=writer.cause,
-            culprit=f"{own}; seen at {seen_at}",
+            culprit=own,
             output_index=0,
             output=writer.output,
             tensor=writer.tensor,
@@ -205,13 +202,31 @@ class Report:
             )
         )
 
+    def _tensor_fields(self, source: Operand | None, owner: Owner | None) -> dict[str, Any]:
+        """Name, first bad value and summary of what was bad already; a weight as stored, not as viewed."""
+        if source is None:
+            return {}
+        value = source.value
+        if (
+            owner is not None
+            and owner.tensor is not None
+            and bool(bad_places(owner.tensor, neg_inf=True).any())
+        ):
+            value = owner.tensor.detach()
+        name = None if owner is None else owner.name
+        return {
+            "tensor": name,
+            "tensor_first": first_at(value, bad_places(value, neg_inf=True), None),
+            "tensor_summary": summarize(name or source.name, value),
+        }
+
     def _first(self, x: Tensor, places: Tensor, ran: Ran | None = None) -> BadValue:
         frame = self.frame() if self.frame is not None else None
         bad = first_at(x, places, frame)
         is_written = ran is not None and bool(ran.info.mutated)
         return self.bases.in_base(bad, x, frame) if is_written else bad
 
-    def _event(self, ran: Ran, *, first: BadValue, cause: Cause, culprit: str, **more: object) -> OpEvent:
+    def _event(self, ran: Ran, *, first: BadValue, cause: Cause, culprit: str, **more: Any) -> OpEvent:
         path = self.stack.path
         return OpEvent(
             index=ran.index,
@@ -223,7 +238,7 @@ class Report:
             first=first,
             cause=cause,
             culprit=culprit,
-            **more,  # type: ignore[arg-type]
+            **more,
         )
 
     def _keep(self, event: OpEvent) -> OpEvent:

@@ -1,4 +1,4 @@
-"""Reading tensors inside a dispatch mode: which can be read, what non-finite values they hold, where the first is."""
+"""Reading tensors inside a dispatch mode: which can be read, what they hold, where the first bad value is."""
 
 from __future__ import annotations
 
@@ -15,14 +15,11 @@ from firetower.sensors.check import Frame, describe, is_clean
 from firetower.sensors.ops_kinds import OpInfo
 from firetower.sensors.ops_table import Entry, StorageTable, storage_key
 
-_FLOATS = frozenset(
-    getattr(torch, name)
-    for name in (
-        "float64 float32 float16 bfloat16 complex128 complex64 complex32 "
-        "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
-    ).split()
-    if hasattr(torch, name)
-)
+_FLOAT_NAMES = (
+    "float64", "float32", "float16", "bfloat16", "complex128", "complex64", "complex32",
+    "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu",
+)  # fmt: skip
+_FLOATS = frozenset(getattr(torch, name) for name in _FLOAT_NAMES if hasattr(torch, name))
 _UNREADABLE = {
     getattr(torch, name): reason
     for name, reason in (
@@ -127,7 +124,7 @@ def first_at(x: Tensor, places: Tensor, frame: Frame | None) -> BadValue:
 
 
 def _frame_for(x: Tensor, frame: Frame | None) -> Frame | None:
-    # heads, experts and states have other leading dimensions: claim a token only where the shape leaves no doubt
+    # heads, experts and states lead with other dimensions: claim a token only where the shape leaves no doubt
     if frame is None or x.is_complex():
         return None
     b, t = frame.num_sequences, frame.num_tokens
@@ -158,7 +155,9 @@ def has_nonfinite_number(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     def bad(value: Any) -> bool:
         if isinstance(value, float):
             return not math.isfinite(value)
-        return isinstance(value, list | tuple) and any(isinstance(v, float) and not math.isfinite(v) for v in value)
+        if not isinstance(value, list | tuple):
+            return False
+        return any(isinstance(v, float) and not math.isfinite(v) for v in value)
 
     return any(bad(v) for v in args) or any(bad(v) for v in kwargs.values())
 
@@ -168,7 +167,7 @@ Snapshots = dict[int, Tensor | None]
 
 
 def snapshot(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Snapshots:
-    """Keep what a mutating op is about to destroy: arguments it writes and reads, or that share memory with those."""
+    """Keep what a mutating op is about to destroy: arguments it writes and reads, or that share memory."""
     arguments = [(n, t) for n, v in named_arguments(info, args, kwargs) for t in tensors_in(v) if readable(t)]
     written = {storage_key(t) for n, t in arguments if n in info.mutated}
     kept: Snapshots = {}

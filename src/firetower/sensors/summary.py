@@ -13,13 +13,13 @@ def summarize(name: str, tensor: Tensor) -> TensorSummary:
 
     Args:
         name: what to call it: ``input 0``, ``mlp.down_proj.weight``.
-        tensor: any shape; float, complex, integer or bool. Complex tensors count real and imaginary parts, and their
-            ``zero_frac`` is the share of zero parts. A tensor without readable elements (meta, sparse, quantised,
-            fp4) has all counts 0 and no ``absmax``.
+        tensor: any shape; float, complex, integer or bool. Complex tensors count real and imaginary parts,
+            and their ``zero_frac`` is the share of zero parts. A tensor without readable elements (meta,
+            sparse, quantised, fp4) has all counts 0 and no ``absmax``.
 
     Returns:
-        Counts of NaN and infinities, ``absmax`` over the finite elements (None without any), ``headroom`` = the type's
-        maximum / ``absmax`` (None for integers and all-zero tensors) and the share of exact zeros.
+        Counts of NaN and infinities, ``absmax`` over the finite elements (None without any), ``headroom`` =
+        the type's maximum / ``absmax`` (None for integers and all-zero tensors) and the share of exact zeros.
 
     Numerics: maxima are taken in fp32 (fp64 for fp64 and integers), exact for every stored value.
     """

@@ -62,7 +62,7 @@ def _dense(host: Host, seed: int) -> Variant:
         scale_product(mlp.gate_proj.weight, mlp.up_proj.weight, x, pick, fault=fault)
         return with_truth(case, site(model, "swiglu", layer)) if fault else case
 
-    return Variant(id=f"{host}-layer{layer}-swiglu-fp16", host=host, level="layers", build=build)
+    return Variant(id=f"layer{layer}-swiglu-fp16", host=host, level="layers", build=build)
 
 
 def _expert(seed: int) -> Variant:
@@ -75,7 +75,7 @@ def _expert(seed: int) -> Variant:
         case, _ = _expert_case(seed, layer, fault)
         return with_truth(case, site(case.model, "routed", layer)) if fault else case
 
-    return Variant(id=f"qwen35moe-layer{layer}-expert-fp16", host="qwen35moe", level="layers", build=build)
+    return Variant(id=f"layer{layer}-expert-fp16", host="qwen35moe", level="layers", build=build)
 
 
 def _expert_op(seed: int) -> Variant:
@@ -87,7 +87,7 @@ def _expert_op(seed: int) -> Variant:
         case, origin = _expert_case(seed, layer, fault)
         return dataclasses.replace(case, expected=origin) if fault else case
 
-    return Variant(id=f"qwen35moe-layer{layer}-expert-op-fp16", host="qwen35moe", level="ops", build=build)
+    return Variant(id=f"layer{layer}-expert-op-fp16", host="qwen35moe", level="ops", build=build)
 
 
 def _expert_case(seed: int, layer: int, fault: bool) -> tuple[Case, Origin]:

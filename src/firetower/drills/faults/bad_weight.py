@@ -91,7 +91,7 @@ def _host(host: Host, seed: int) -> Variant:
         where = site(model, _STAGES[projection], layer)
         return with_truth(case, where, bad_weight=True) if fault else case
 
-    name = f"{host}-layer{layer}-{projection.rpartition('.')[2]}"
+    name = f"layer{layer}-{projection.rpartition('.')[2]}"
     return Variant(id=name, host=host, level="layers", build=build)
 
 

@@ -65,9 +65,7 @@ def _host(seed: int, level: Any) -> Variant:
         origin = Origin(module=module, op="aten.exp.default", row=0, column=head, kind=Kind.POS_INF)
         return dataclasses.replace(case, expected=origin)
 
-    return Variant(
-        id=f"qwen35moe-layer{layer}-head{head}-{level}", host="qwen35moe", level=level, build=build
-    )
+    return Variant(id=f"layer{layer}-head{head}-{level}", host="qwen35moe", level=level, build=build)
 
 
 DRILL = Drill(

@@ -68,7 +68,7 @@ def _variant(stage: str, seed: int) -> Variant:
         return with_truth(case, where) if fault else case
 
     name = stage if stage == "logits" else f"layer{layer}-{stage}"
-    return Variant(id=f"{host}-{name}-{value}", host=host, level="layers", build=build)
+    return Variant(id=f"{name}-{value}", host=host, level="layers", build=build)
 
 
 def _element(parameter: Tensor, stage: str, ids: Tensor, rng: Random) -> Tensor:

@@ -74,9 +74,7 @@ def _host(seed: int, level: Any) -> Variant:
         origin = Origin(module=module, op="aten.exp.default", row=0, column=column, kind=Kind.POS_INF)
         return dataclasses.replace(case, expected=origin)
 
-    return Variant(
-        id=f"qwen35moe-layer{layer}-{tokens}tokens-{level}", host="qwen35moe", level=level, build=build
-    )
+    return Variant(id=f"layer{layer}-{tokens}tokens-{level}", host="qwen35moe", level=level, build=build)
 
 
 class _Chunk:

@@ -50,7 +50,7 @@ def _pure(seed: int, name: str) -> Variant:
 
         x = torch.rand(tokens, width, generator=generator(seed)) + 0.1
         x[row] = 0.0 if fault else 1e-30  # a row that sums to nothing has no shares
-        origin = Origin(module="", op="aten.div.Tensor", row=row, column=0, kind=Kind.NAN)
+        origin = Origin(module="shares", op="aten.div.Tensor", row=row, column=0, kind=Kind.NAN)
         return Case(model=Guarded(guard(name)), args=(x,), expected=origin if fault else None)
 
     return Variant(id=f"{name}-row{row}of{tokens}x{width}", host="pure", level="ops", build=build)
@@ -78,7 +78,7 @@ def _host(host: Host, seed: int, name: str) -> Variant:
         case = Case(model=model, args=(prompt(model, pick, pick.randint(3, 9)),))
         return with_truth(case, where, laundered=True, bad_weight=True) if fault else case
 
-    return Variant(id=f"{host}-layer{layer}-{name}", host=host, level="layers", build=build)
+    return Variant(id=f"layer{layer}-{name}", host=host, level="layers", build=build)
 
 
 DRILL = Drill(

@@ -74,7 +74,7 @@ def _host(host: Host, seed: int) -> Variant:
         case = Case(model=model, args=(ids,), kwargs=options, method="generate")
         return with_truth(case, site(model, "logits"), bad_weight=True, laundered=False) if fault else case
 
-    return Variant(id=f"{host}-greedy-{num_new}tokens", host=host, level="layers", build=build)
+    return Variant(id=f"greedy-{num_new}tokens", host=host, level="layers", build=build)
 
 
 DRILL = Drill(

@@ -64,7 +64,7 @@ def _key_norm_op(seed: int) -> Variant:
         ids = prompt(model, Random(seed), tokens)
         return Case(model=model, args=(ids,), expected=origin if fault else None)
 
-    return Variant(id=f"qwen35moe-key-norm-head{head}-fp16", host="qwen35moe", level="ops", build=build)
+    return Variant(id=f"key-norm-head{head}-fp16", host="qwen35moe", level="ops", build=build)
 
 
 def _zero_embedding(seed: int) -> Variant:
@@ -89,7 +89,7 @@ def _zero_embedding(seed: int) -> Variant:
         return with_truth(case, site(model, "kv", 0)) if fault else case
 
     return Variant(
-        id=f"smollm2-zero-embedding-position{position}of{tokens}-fp16",
+        id=f"zero-embedding-position{position}of{tokens}-fp16",
         host="smollm2",
         level="layers",
         build=build,

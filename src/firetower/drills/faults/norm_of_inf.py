@@ -69,7 +69,7 @@ def _residual_stream(seed: int) -> Variant:
         row[y.abs().argmax()] = (56000.0 if fault else 20000.0) / y[y.abs().argmax()]
         return with_truth(case, site(model, "output", layer)) if fault else case
 
-    return Variant(id=f"qwen35moe-layer{layer}-residual-fp16", host="qwen35moe", level="layers", build=build)
+    return Variant(id=f"layer{layer}-residual-fp16", host="qwen35moe", level="layers", build=build)
 
 
 def _down(seed: int) -> Variant:
@@ -92,7 +92,7 @@ def _down(seed: int) -> Variant:
         weight[channel] *= factor[channel]
         return with_truth(case, where) if fault else case
 
-    return Variant(id=f"smollm2-layer{layer}-down-fp16", host="smollm2", level="layers", build=build)
+    return Variant(id=f"layer{layer}-down-fp16", host="smollm2", level="layers", build=build)
 
 
 DRILL = Drill(

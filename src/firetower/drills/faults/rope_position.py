@@ -84,7 +84,7 @@ def _host(host: Host, seed: int) -> Variant:
         layer = layers_of(model, "attention")[0]
         return with_truth(case, site(model, "kv", layer)) if fault else case
 
-    return Variant(id=f"{host}-row{row}of{tokens}", host=host, level="layers", build=build)
+    return Variant(id=f"row{row}of{tokens}", host=host, level="layers", build=build)
 
 
 DRILL = Drill(

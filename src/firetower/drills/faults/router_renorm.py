@@ -67,7 +67,7 @@ def _host(seed: int, layer: int) -> Variant:
         replace_forward(gate, SigmoidRouter(gate.weight.data, bias, gate.top_k).forward)
         return with_truth(case, where) if fault else case
 
-    return Variant(id=f"qwen35moe-layer{layer}-router", host="qwen35moe", level="layers", build=build)
+    return Variant(id=f"layer{layer}-router", host="qwen35moe", level="layers", build=build)
 
 
 DRILL = Drill(

@@ -71,7 +71,7 @@ def _host(seed: int, layer: int) -> Variant:
         case = Case(model=model, args=(prompt(model, Random(seed), tokens),))
         return with_truth(case, site(model, "recurrent_state", layer)) if fault else case
 
-    return Variant(id=f"qwen35moe-layer{layer}-{tokens}tokens", host="qwen35moe", level="layers", build=build)
+    return Variant(id=f"layer{layer}-{tokens}tokens", host="qwen35moe", level="layers", build=build)
 
 
 class _Recurrence:

@@ -80,7 +80,7 @@ def _host(host: Host, seed: int, stage: str) -> Variant:
         case = Case(model=model, args=(ids.masked_fill(~mask, 0),), kwargs={"attention_mask": mask.long()})
         return with_truth(case, where, row_mask=mask, pad_before_real=True) if fault else case
 
-    name = f"{host}-lengths{'-'.join(map(str, lengths))}-{stage}"
+    name = f"lengths{'-'.join(map(str, lengths))}-{stage}"
     return Variant(id=name, host=host, level="layers", build=build)
 
 

@@ -87,7 +87,7 @@ def _host(seed: int, name: str, level: Literal["layers", "ops"]) -> Variant:
         origin = Origin(module=module, op="aten.rsqrt.default", row=0, column=0, kind=kind, zero_input=True)
         return dataclasses.replace(case, expected=origin)
 
-    return Variant(id=f"qwen35moe-{name}proj-m{_ROWS}-{level}", host="qwen35moe", level=level, build=build)
+    return Variant(id=f"{name}proj-m{_ROWS}-{level}", host="qwen35moe", level=level, build=build)
 
 
 DRILL = Drill(

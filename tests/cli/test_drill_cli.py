@@ -1,0 +1,110 @@
+"""`firetower drill`: what it prints, what it exits with."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from firetower.cli.main import main
+from firetower.drills import all_drills, find_drills
+
+
+def test_list_names_every_drill(capsys):
+    assert main(["drill", "--list"]) == 0
+    out = capsys.readouterr().out
+    assert all(d.name in out for d in all_drills())
+
+
+def test_list_as_json(capsys):
+    assert main(["drill", "--list", "--json", "M1", "T1"]) == 0
+    listed = json.loads(capsys.readouterr().out)["drills"]
+    assert [d["name"] for d in listed] == ["bad-weight", "rope-position"]
+    assert "conv_state" in listed[0]["stages"]
+
+
+def test_exact_board_exits_0_and_counts(capsys):
+    assert main(["drill", "M1", "G1", "--host", "pure", "--variants", "2"]) == 0
+    out, err = capsys.readouterr()
+    assert out.count("exact") == 4
+    assert out.count("silent") == 4
+    assert "4 of 4 origins exact, 4 of 4 twins silent" in err
+
+
+def test_json_holds_what_was_planted_and_seen(capsys):
+    assert main(["drill", "M1", "--host", "pure", "--json", "--seed", "7"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["seed"] == 7
+    for result in document["results"]:
+        assert result["exact"] is True
+        assert result["expected"]["column"] == result["seen"]["column"]
+        assert result["seen"]["kind"] == "nan"
+        assert result["twin"] is None
+
+
+def _replace_drill(monkeypatch, change):
+    drill = find_drills(["M1"])[0]
+
+    def variants(seed):
+        return [
+            dataclasses.replace(v, build=lambda fault, v=v: change(v, fault))
+            for v in drill.variants(seed)
+            if v.host == "pure"
+        ]
+
+    changed = dataclasses.replace(drill, variants=variants)
+    monkeypatch.setattr("firetower.drills.find_drills", lambda names: (changed,))
+
+
+def test_misplaced_origin_exits_3_and_names_the_field(monkeypatch, capsys):
+    def elsewhere(variant, fault):
+        case = variant.build(fault)
+        wrong = case.expected and dataclasses.replace(case.expected, row=case.expected.row + 1)
+        return dataclasses.replace(case, expected=wrong)
+
+    _replace_drill(monkeypatch, elsewhere)
+    assert main(["drill"]) == 3
+    out, err = capsys.readouterr()
+    assert "WRONG row" in out
+    assert "0 of 2 origins exact, 2 of 2 twins silent" in err
+
+
+def test_missed_fault_exits_3(monkeypatch, capsys):
+    def without(variant, fault):
+        expected = variant.build(True).expected
+        return dataclasses.replace(variant.build(False), expected=expected if fault else None)
+
+    _replace_drill(monkeypatch, without)
+    assert main(["drill"]) == 3
+    assert "NOTHING" in capsys.readouterr().out
+
+
+def test_twin_that_fires_exits_3(monkeypatch, capsys):
+    _replace_drill(monkeypatch, lambda variant, fault: variant.build(True))
+    assert main(["drill"]) == 3
+    assert "FIRED at" in capsys.readouterr().out
+
+
+def test_unknown_drill_is_one_line(capsys):
+    assert main(["drill", "no-such"]) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "name=no-such: no such drill" in err
+
+
+@pytest.mark.parametrize("number", ["0", "-3"])
+def test_number_of_variants_must_be_positive(number, capsys):
+    assert main(["drill", "--variants", number]) == 1
+    assert "must be at least 1" in capsys.readouterr().err
+
+
+def test_absent_real_model_is_said_and_the_rest_runs(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("FIRETOWER_CACHE", str(tmp_path))
+    assert main(["drill", "M1", "--variants", "6"]) == 0
+    out, err = capsys.readouterr()
+    assert out.count("skipped") == 2
+    assert "skipped 2" in err
+    assert "make models" in err
+    assert main(["drill", "M1", "--host", "smollm2"]) == 1
+    assert "make models" in capsys.readouterr().err
