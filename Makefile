@@ -3,9 +3,8 @@ PYTHON ?= python3
 PY := .venv/bin/python
 VENV := .venv/.installed
 PYTEST := $(PY) -m pytest
-export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv models demo test check contracts bench test-peers test-gpu soak clean
+.PHONY: help venv models demo test check contracts bench bench-peers bench-gpu test-peers test-gpu soak clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -26,7 +25,7 @@ demo: models  ## the main job on a real model, from set-up to stored fires
 	$(PY) examples/demo.py
 
 test: models  ## every test that a CPU can run, slow ones included
-	$(PYTEST) -m "not peers and not gpu and not soak"
+	$(PYTEST) -m "not peers and not gpu"
 
 check: $(VENV) contracts  ## ruff, mypy --strict on src, contracts
 	.venv/bin/ruff check .
@@ -35,8 +34,17 @@ check: $(VENV) contracts  ## ruff, mypy --strict on src, contracts
 contracts: $(VENV)  ## the rules of the house that a test can enforce
 	$(PYTEST) tests/contracts
 
-bench: models  ## the figures of docs/benchmarks.md
-	@set -e; for file in benchmarks/[a-z]*.py; do echo "== $$file"; $(PY) "$$file"; done
+bench: models  ## the figures of docs/benchmarks.md that a CPU can measure
+	$(PY) benchmarks/watch_cpu.py
+	$(PY) benchmarks/scan.py
+	$(PY) benchmarks/injections.py
+	$(PY) benchmarks/clean_soak.py
+
+bench-peers: models  ## the figure beside llama.cpp (after make test-peers)
+	$(PY) benchmarks/llama.py
+
+bench-gpu: models  ## the figure on a CUDA device
+	$(PY) benchmarks/h200_watch.py
 
 test-peers: models  ## tests against peers; builds llama-cpp-python from source (about 8 minutes)
 	$(PY) -m pip install --editable '.[llama]'
@@ -45,8 +53,8 @@ test-peers: models  ## tests against peers; builds llama-cpp-python from source 
 test-gpu: models  ## tests that need a CUDA device
 	$(PYTEST) -m gpu
 
-soak: models  ## what takes too long for every run
-	$(PYTEST) -m soak
+soak: models  ## what takes too long for every run: ten times the clean steps of make bench
+	$(PY) benchmarks/clean_soak.py --steps 200000
 
 clean:  ## remove what make made here (not the cache folder)
 	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

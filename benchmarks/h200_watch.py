@@ -1,8 +1,8 @@
 """The watch on a CUDA device: correctness, then decode of an 8-layer Q36 with the watch at ``layers`` / bare.
 
 Runs where pytest is missing; every section is guarded, so that one failure does not hide the rest. The figure
-is the median of CUDA-graph replays of one decode step (static cache, compiled), bare and watched interleaved in
-one process on shared weights. Prints PASS, FAIL or SKIP lines and a JSON summary, which also goes to
+is the median of CUDA-graph replays of one decode step (static cache, compiled), bare and watched interleaved
+in one process on shared weights. Prints PASS, FAIL or SKIP lines and a JSON summary, which also goes to
 ``$OUT/h200_watch.json`` where OUT is set.
 
     python benchmarks/h200_watch.py [--only TEXT] [--layers 8] [--experts grouped_mm]
@@ -129,7 +129,8 @@ def decode_figure(checks: ModuleType, num_layers: int, experts: str) -> dict[str
         compiled = torch.compile(watched)
         # attaching drops compiled code, so it comes before anything is compiled
         watch = firetower.attach(compiled, store=False, on_fire="record")
-        # the watched one first: Dynamo may run a twin on code that was compiled for a module without hooks
+        # two modules of one class share compiled code: without hook guards the watched one would run the bare code
+        torch._dynamo.config.skip_nnmodule_hook_guards = False
         decoders = {"watched": Decoder(watched, compiled), "bare": Decoder(bare, torch.compile(bare))}
         compile_s, graphs, logits = {}, {}, {}
         for name, decoder in decoders.items():

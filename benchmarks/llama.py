@@ -1,7 +1,7 @@
 """Decode of SmolLM2 in llama.cpp: the filtered callback on, against no callback at all.
 
 Two contexts of one model decode the same tokens in one process, a few tokens each in turn, so that a noisy
-machine hits both alike. The figure is the median over rounds of (with / without) of the same round. Prints one line:
+machine hits both alike. The figure is the median over rounds of (with / without) of a round. One line:
 
     llama_filtered_ratio with_ms without_ms ratio bar
 
@@ -23,6 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from firetower.attach.llama_runtime import LlamaContext, LlamaOptions, LlamaSession
 from firetower.attach.llama_sensor import EvalSensor, Step
 from firetower.attach.llama_weights import WeightReader
+from firetower.core.errors import MissingExtraError
 from firetower.core.records import Phase
 
 BAR = 1.6
@@ -102,4 +103,8 @@ def smollm2() -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except MissingExtraError as e:
+        # the peer takes minutes to build: its absence is said, and does not stop the other benchmarks
+        print(f"llama_filtered_ratio not measured: {e}")

@@ -33,9 +33,7 @@ def main(argv: Sequence[str] = ()) -> int:
     parse_ms = 1e3 * (time.perf_counter() - started)
     print(f"machine: {_machine()}; numpy {np.__version__}, Python {platform.python_version()}")
     size_mb = path.stat().st_size / 1e6
-    print(
-        f"file: {path.name}, {size_mb:.1f} MB; the peer's parsing of the header, not counted: {parse_ms:.0f} ms"
-    )
+    print(f"file: {path.name}, {size_mb:.1f} MB; the peer's header, not counted: {parse_ms:.0f} ms")
     ours, peer = [], []
     for _ in range(ROUNDS):
         ours.append(_milliseconds(lambda: _ours(path)))

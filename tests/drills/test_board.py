@@ -104,12 +104,21 @@ def test_launderers_do_hand_out_ordinary_values():
                 assert not out.is_floating_point() or out.isfinite().all(), variant.id
 
 
+def test_a_hidden_fault_really_is_hidden_from_module_outputs():
+    """Else `investigate` should be asked as well."""
+    hidden = [v for _, v in BOARD if v.is_hidden]
+    assert hidden
+    for variant in hidden:
+        assert observe(variant.build(True), dataclasses.replace(variant, level="layers"))[0].origin is None
+
+
 def test_what_the_black_box_reports_leaves_the_model_as_it_was():
     _, variant = _bad_weight("layers")
     case = variant.build(False)
     before = torch.cat([p.flatten() for p in case.model.parameters()]).clone()
     bare = case.call()
-    assert all(o.origin is None for o in observe(case, "layers") + observe(case, "ops"))
+    for level in ("layers", "ops"):
+        assert all(o.origin is None for o in observe(case, dataclasses.replace(variant, level=level)))
     assert torch.equal(bare, case.call())
     assert torch.equal(before, torch.cat([p.flatten() for p in case.model.parameters()]))
 

@@ -185,7 +185,7 @@ def test_a_full_store_keeps_what_it_has_and_recovers(path: Path, make_fire: Any)
             connection.execute(f"PRAGMA max_page_count = {pages}")
         big = [make_fire(notes=("x" * 2000,)) for _ in range(50)]
         with pytest.raises(
-            StoreError, match=r"the disk is full; free space on it, or set FIRETOWER_STORE .* disk"
+            StoreError, match=r"the disk is full; free space on it, or set FIRETOWER_STORE .* with room"
         ):
             deque(map(store.add, big), maxlen=0)
         kept = store.count()

@@ -64,7 +64,7 @@ def test_eight_processes_write_10000_fires_and_none_is_lost(path: Path) -> None:
     _write_at_once(path, 8, 1250)
 
 
-@pytest.mark.parametrize("num_shown", [1, 7, 60])
+@pytest.mark.parametrize("num_shown", [1, 30])
 def test_every_id_that_was_shown_survives_kill_9(path: Path, tmp_path: Path, num_shown: int) -> None:
     screens = [tmp_path / "screen 0", tmp_path / "screen 1"]
     writers = []

@@ -168,7 +168,7 @@ def _refuse(constant: str) -> float:
 
 
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 @given(fire=fires)
 def test_any_fire_comes_back_bit_for_bit(fire: Fire) -> None:

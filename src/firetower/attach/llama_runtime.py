@@ -160,11 +160,14 @@ class LlamaSession:
     def tokenize(self, text: str) -> tuple[int, ...]:
         """Token ids of ``text``, with the model's own opening token."""
         raw = text.encode()
-        out = (self._lib.llama_token * (len(raw) + 16))()
-        count = self._lib.llama_tokenize(self._vocab, raw, len(raw), out, len(out), True, True)
-        if count < 0:
-            raise TraceError(f"prompt: llama.cpp cannot tokenise it ({count})")
-        return tuple(out[:count])
+        room = len(raw) + 16
+        for _ in range(2):
+            out = (self._lib.llama_token * room)()
+            count = self._lib.llama_tokenize(self._vocab, raw, len(raw), out, room, True, True)
+            if count >= 0:
+                return tuple(out[:count])
+            room = -count  # a byte vocabulary spells one space in three tokens
+        raise TraceError(f"prompt: llama.cpp cannot tokenise it ({count})")
 
     def chat_prompt(self, prompt: str) -> str | None:
         """``prompt`` as a user's turn in the model's chat template; None without one that llama.cpp knows."""

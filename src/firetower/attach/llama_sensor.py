@@ -35,10 +35,10 @@ from firetower.attach.llama_weights import WeightReader
 from firetower.core.records import BadValue, Legal, Phase, Signal, SignalReading, Status, TensorSummary
 
 Level = Literal["off", "filtered", "full"]
-FILTERED = (b"l_out-", b"attn_out-", b"linear_attn_out-", b"result_output")
-"""Name prefixes wanted at level filtered: what leaves attention and the layer, and the logits.
+FILTERED = (b"l_out-", b"attn_out-", b"linear_attn_out-", b"ffn_moe_logits-", b"result_output")
+"""Name prefixes wanted at level filtered: what leaves attention and the layer, router and output logits.
 
-Each wanted tensor cuts llama.cpp's graph: more of them would cost more and, before the rerun, tell little more.
+A router launders: an expert whose logit is -Inf is just not chosen. Each wanted tensor cuts llama.cpp's graph: more of them would cost more and, before the rerun, tell little more.
 """
 MAX_BAD_SIGNALS = 64
 _PREFIX_BYTES = max(map(len, FILTERED))

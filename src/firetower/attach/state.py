@@ -91,6 +91,6 @@ class CallState:
         if changed:
             raise InvestigateError(
                 f"{changed[0]}: changed in place by the first run and too large to be kept, so that the call "
-                f"cannot be run again from the same state; keep the tensor out of the call, or use a smaller one"
+                f"cannot be run again from the same state; keep the tensor out of the call"
             )
         self._random.restore()

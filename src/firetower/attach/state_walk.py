@@ -33,7 +33,7 @@ _SKIPPED_PACKAGES = _words(
 """What objects of these hold is no state of a computation: a logger, a lock, a tokenizer."""
 
 _STATELESS_PACKAGES = _words(
-    "builtins collections datetime decimal enum fractions functools numpy operator pathlib torch uuid zoneinfo"
+    "builtins collections datetime decimal enum fractions functools numpy operator pathlib torch uuid"
 )
 """Objects from here that have no attributes and are not handled below are values."""
 

@@ -86,7 +86,7 @@ def run_variant(drill: Drill, variant: Variant) -> Result:
         return dataclasses.replace(base, skipped=str(e))
     expected = case.expected
     assert expected is not None
-    burned, twin = observe(case, variant.level), observe(variant.build(False), variant.level)
+    burned, twin = observe(case, variant), observe(variant.build(False), variant)
     # of several observers, the one that is wrong is the one to show
     wrong = (o for o in burned if o.origin is None or expected.mismatches(o.origin))
     shown = next(wrong, burned[0])
@@ -102,10 +102,13 @@ def run_variant(drill: Drill, variant: Variant) -> Result:
     )
 
 
-def observe(case: Case, level: Level) -> list[Observation]:
-    """Run one case under a watch at this level; at ``ops`` it is investigated as well."""
-    seen = [_watch(case, level)]
-    return [*seen, _investigate(case)] if level == "ops" else seen
+def observe(case: Case, variant: Variant) -> list[Observation]:
+    """Run a case under a watch at its variant's level; at ``ops`` it is investigated as well.
+
+    `investigate` looks for the op only when a module's output or the result is bad: not where that is hidden.
+    """
+    seen = [_watch(case, variant.level)]
+    return seen if variant.level == "layers" or variant.is_hidden else [*seen, _investigate(case)]
 
 
 def _watch(case: Case, level: Level) -> Observation:

@@ -19,7 +19,7 @@ from firetower.fires.text import visible
 _logger = logging.getLogger("firetower.fires")
 
 _MAGIC = b"SQLite format 3\0"
-_ELSEWHERE = "set FIRETOWER_STORE (or --store) to another file"
+_ELSEWHERE = "set FIRETOWER_STORE (or --store) to a file elsewhere"
 
 
 def open_connection(path: Path, *, readonly: bool, timeout_s: float) -> sqlite3.Connection:
@@ -206,7 +206,7 @@ _RULES: tuple[tuple[tuple[str, ...], str], ...] = (
         ("SQLITE_BUSY", "SQLITE_LOCKED"),
         "another program kept it locked for {timeout_s:g} s; end that or try again",
     ),
-    (("SQLITE_FULL",), "the disk is full; free space on it, or {elsewhere} on another disk"),
+    (("SQLITE_FULL",), "the disk is full; free space on it, or {elsewhere} with room"),
     (
         ("SQLITE_READONLY", "SQLITE_PERM", "SQLITE_AUTH"),
         "is read-only here; make file and folder writable, or {elsewhere}",

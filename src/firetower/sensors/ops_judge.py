@@ -273,7 +273,7 @@ def _is_unexplained_state(operand: Operand) -> bool:
         return True
     if entry.is_literal or entry.unwritten is not None:
         return False
-    if entry.carried is not None and (flags.nan or flags.pos_inf):
+    if entry.carried is not None and (flags.pos_inf or entry.has_bad_neg_inf):
         return True
     return flags.nan
 
