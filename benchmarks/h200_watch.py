@@ -129,7 +129,7 @@ def decode_figure(checks: ModuleType, num_layers: int, experts: str) -> dict[str
         compiled = torch.compile(watched)
         # attaching drops compiled code, so it comes before anything is compiled
         watch = firetower.attach(compiled, store=False, on_fire="record")
-        # two modules of one class share compiled code: without hook guards the watched one would run the bare code
+        # modules of one class share compiled code: without hook guards the watched one runs the bare code
         torch._dynamo.config.skip_nnmodule_hook_guards = False
         decoders = {"watched": Decoder(watched, compiled), "bare": Decoder(bare, torch.compile(bare))}
         compile_s, graphs, logits = {}, {}, {}

@@ -23,6 +23,11 @@ def sources() -> dict[str, str]:
     return read_sources(ROOT / "src")
 
 
+def assert_none(breaches: list[str]) -> None:
+    """Fail with every breach in full, one a line."""
+    assert not breaches, "\n" + "\n".join(breaches)
+
+
 def page(name: str) -> str:
     return (ROOT / "docs" / "reference" / name).read_text(encoding="utf-8")
 
@@ -41,7 +46,7 @@ def page(name: str) -> str:
     ids=lambda check: check.__name__,
 )
 def test_source(check):
-    assert check(sources()) == []
+    assert_none(check(sources()))
 
 
 def test_the_checks_saw_the_whole_package():
@@ -52,7 +57,7 @@ def test_the_checks_saw_the_whole_package():
 def test_each_room_teaches_how_to_add_one(room):
     readme = PACKAGE / room / "README.md"
     text = readme.read_text(encoding="utf-8") if readme.exists() else None
-    assert names.readme_breaches(room, text) == []
+    assert_none(names.readme_breaches(room, text))
 
 
 def test_the_order_of_rooms_is_the_documented_one():
@@ -64,11 +69,11 @@ def test_the_order_of_rooms_is_the_documented_one():
 
 def test_variables_in_code_table_and_page_agree():
     read = names.variables_read(sources())
-    assert names.variable_breaches(read, ENVIRONMENT, page("environment.md")) == []
+    assert_none(names.variable_breaches(read, ENVIRONMENT, page("environment.md")))
 
 
 def test_the_public_api_is_the_documented_one():
-    assert names.api_breaches(firetower.__all__, page("api.md")) == []
+    assert_none(names.api_breaches(firetower.__all__, page("api.md")))
 
 
 @pytest.mark.parametrize("name", firetower.__all__)
@@ -97,7 +102,7 @@ def tracked_texts() -> dict[str, str]:
 def test_no_machine_path_is_tracked():
     texts = tracked_texts()
     assert "src/firetower/core/bits.py" in texts
-    assert names.machine_paths(texts) == []
+    assert_none(names.machine_paths(texts))
 
 
 def test_the_documents_link_to_files_that_exist():
@@ -108,17 +113,17 @@ def test_the_documents_link_to_files_that_exist():
             # git keeps no empty folder: a link to one breaks in a clone
             if "://" not in target and not (path.is_file() or (path.is_dir() and any(path.iterdir()))):
                 broken.append(f"{source.relative_to(ROOT)}: {target}")
-    assert broken == []
+    assert_none(broken)
 
 
 def test_every_page_is_in_the_index():
     index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
     pages = [p.relative_to(ROOT / "docs").as_posix() for p in sorted((ROOT / "docs").rglob("*.md"))]
-    assert [p for p in pages if p != "README.md" and f"]({p})" not in index] == []
+    assert_none([p for p in pages if p != "README.md" and f"]({p})" not in index])
 
 
 def test_every_signal_stage_has_a_drill():
     from firetower.attach.discover import STAGES
     from firetower.drills import all_drills
 
-    assert names.stages_without_drill(STAGES, [d.stages for d in all_drills()]) == []
+    assert_none(names.stages_without_drill(STAGES, [d.stages for d in all_drills()]))

@@ -14,7 +14,7 @@ from firetower.sensors.mark import BIT_TESTS, MANY
 _INTEGER = {8: "u8", 16: "i16", 32: "i32", 64: "i64"}
 
 
-def ptx_of(dtypes: list[torch.dtype], has_pad: bool, block: int) -> str:
+def ptx_of(dtypes: list[torch.dtype], has_pad: bool, block: int, has_huge: bool = False) -> str:
     num = len(dtypes)
     bits = tuple(8 * d.itemsize for d in dtypes)
     constants = {
@@ -39,6 +39,10 @@ def ptx_of(dtypes: list[torch.dtype], has_pad: bool, block: int) -> str:
         "starts": ("i32",) * (num + 1),
         "shapes": ("i64",) * num,
     }
+    if has_huge:
+        # encoded counts of a tensor of 2**30 elements and more are wider than those of its neighbours
+        for name in ("numels", "per_rows", "widths"):
+            types[name] = ("i32",) * (num - 1) + ("i64",)
     names = mark_triton.mark_fwd_kernel.arg_names
     signature = {n: "constexpr" if n in constants else types.get(n, ("i32",) * num) for n in names}
     aligned = {(0, i): [["tt.divisibility", 16]] for i in range(num)} | {(1,): [["tt.divisibility", 16]]}
@@ -59,4 +63,5 @@ if __name__ == "__main__":
         assert ".min.s64" in ptx, dtypes
         wide = "ld.global.v2.b64" if dtypes[0].itemsize == 8 else "ld.global.v"
         assert wide in ptx, (dtypes, "the main load is not vectorised")
-    print(f"{len(cases)} kernels compiled")
+    ptx_of([torch.bfloat16, torch.float32], True, 8192, has_huge=True)
+    print(f"{len(cases) + 1} kernels compiled")

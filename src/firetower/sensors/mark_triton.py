@@ -47,8 +47,8 @@ def _is_bad(b_code, MASK: tl.constexpr, VALUE: tl.constexpr, NEG_INF: tl.constex
 
 @triton.jit
 def _decoded(number):
-    """Undo `_encoded`."""
-    return (number - 3) >> 1
+    """Undo `_encoded`: 32 bits again, also where twice the number needed 64."""
+    return ((number - 3) >> 1).to(tl.int32)
 
 
 @triton.jit
