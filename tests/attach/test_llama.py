@@ -319,6 +319,8 @@ def test_a_laundered_value_is_still_a_fire() -> None:
     run_graph(sensor, graph)
     assert sensor.burn is not None
     assert sensor.logits_bad is False
+    session: Any = FakeSession(ggml, lambda step: [])
+    assert make_fire(sensor, None, session, LlamaRun(session, sensor, (1,))).laundered is True
 
 
 def test_minus_inf_is_legal_in_masks_and_what_they_are_added_to() -> None:
@@ -379,6 +381,18 @@ def test_states_masks_integers_and_unwatched_sources_are_named_for_what_they_are
         ("input", Status.CLEAN, "-inf is legal here"),
         ("input", Status.CLEAN, "integers"),
     ]
+
+
+def test_what_an_earlier_step_said_of_a_tensor_is_forgotten() -> None:
+    ggml = FakeGgml()
+    sensor = sensor_for(ggml)
+    product = ggml.tensor("ffn_out-1", f32([1, 1]), "MUL_MAT")
+    run_graph(sensor, [product])
+    sensor.level = "filtered"
+    sensor.begin_step(Step(index=1, phase=Phase.DECODE, first_position=12, num_tokens=1))
+    run_graph(sensor, [product, ggml.tensor("l_out-1", f32([np.nan, 1]), "ADD", [product])])
+    assert sensor.burn is not None
+    assert [s.status for s in sensor.burn.sources] == [Status.NOT_COVERED]
 
 
 def test_quantised_tensors_are_not_covered_and_integers_need_no_check() -> None:

@@ -219,6 +219,19 @@ def test_an_expert_burns_only_the_token_routed_to_it_and_is_named(small: Callabl
     assert "blk.1.ffn_up_exps.weight expert 2 row 17: 1 of 64 non-finite, column 40" in fire.notes[0]
 
 
+@pytest.mark.parametrize("level", ["filtered", "full"])
+def test_a_minus_inf_router_logit_is_seen_although_top_k_hides_it(
+    small: Callable[..., Path], level: Any
+) -> None:
+    def change(weights: Weights) -> None:
+        # a -Inf logit (its sign follows the input's) is never chosen and never reaches the layer's output
+        weights["blk.1.ffn_gate_inp.weight"][0, 43] = -np.inf
+
+    fire = fire_of(small(change, experts=True), level=level)
+    assert (fire.origin.layer, fire.origin.stage, fire.first.column) == (1, "router", 0)
+    assert "blk.1.ffn_gate_inp.weight row 0: 1 of 64 non-finite, column 43" in fire.notes[0]
+
+
 def test_a_norm_weight_is_the_origin_not_the_layer_output(small: Callable[..., Path]) -> None:
     def change(weights: Weights) -> None:
         weights["blk.2.ffn_norm.weight"][33] = np.nan

@@ -88,12 +88,12 @@ def test_the_families_asked_for_are_all_there():
 @pytest.mark.parametrize("drill", all_drills(), ids=lambda d: d.name)
 def test_variants_are_many_seeded_and_half_of_them_in_host_models(drill):
     variants = drill.variants(5)
-    ids = [v.id for v in variants]
+    ids = [(v.host, v.id) for v in variants]
     assert len(variants) >= 4
     assert len(set(ids)) == len(ids)
     assert sum(v.host != "pure" for v in variants) * 2 >= len(variants)
-    assert ids == [v.id for v in drill.variants(5)]
-    assert any(ids != [v.id for v in drill.variants(seed)] for seed in (6, 7, 8))
+    assert ids == [(v.host, v.id) for v in drill.variants(5)]
+    assert any(ids != [(v.host, v.id) for v in drill.variants(seed)] for seed in (6, 7, 8))
 
 
 def test_every_stage_is_the_origin_of_a_variant():

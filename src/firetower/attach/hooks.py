@@ -17,7 +17,7 @@ from firetower.attach.discover import Side, Tap
 from firetower.attach.step import Step
 from firetower.attach.taps import first_tensor, float_tensors, input_tensor, written_state
 from firetower.core.records import Legal
-from firetower.sensors.check import is_clean
+from firetower.sensors.check import SUM_DTYPE, is_clean
 
 Mark = Callable[[int, Tensor], None]
 
@@ -31,26 +31,35 @@ class HostHooks(threading.local):
         self.on_failure = on_failure
         self.mark = mark
 
-    def check(self, slot: int, x: Tensor, module: nn.Module, inputs: Iterable[Any]) -> None:
-        """Check one tensor of one signal and record the result in this thread's step."""
+    def check(self, slot: int, x: Tensor, module: nn.Module, inputs: Iterable[Any]) -> bool:
+        """Check one tensor of one signal and record the result in this thread's step; returns whether it is clean."""
         step = self.step
         if not step.open:
             step.begin_implicit()
+        step.ran[slot] = step.number
         if not x.is_cpu:
             self.mark(slot, x)
+            return False
+        if is_clean(x, self.legal[slot]):
+            return True
+        step.add(slot, x, module, tuple(t for t in inputs if isinstance(t, Tensor)))
+        return False
+
+    def check_input(self, slot: int, x: Tensor, module: nn.Module) -> None:
+        """Check what a module receives; the next layer's input is the last layer's output and was seen already."""
+        step = self.step
+        if x is step.clean_tensor and step.open and step.clean_version == x._version:
             step.ran[slot] = step.number
-            return
-        legal = self.legal[slot]
-        if x is step.clean_tensor and legal is Legal.FINITE and step.clean_version == x._version:
-            step.ran[slot] = step.number
-            return
-        if is_clean(x, legal):
-            # an inference tensor counts no versions: a write between two taps would go unseen, so check it again
-            if not x.is_inference():
-                step.clean_tensor, step.clean_version = x, x._version
         else:
-            step.add(slot, x, module, tuple(t for t in inputs if isinstance(t, Tensor)))
-        step.ran[slot] = step.number
+            self.check(slot, x, module, ())
+
+    def remember(self, x: Tensor) -> None:
+        """Keep a clean output for `check_input`.
+
+        An inference tensor counts no versions: a write between two taps would go unseen, so it is checked again.
+        """
+        if not x.is_inference():
+            self.step.clean_tensor, self.step.clean_version = x, x._version
 
 
 def install(taps: list[Tap], hooks: HostHooks, mark: Mark) -> list[RemovableHandle]:
@@ -66,6 +75,8 @@ def install(taps: list[Tap], hooks: HostHooks, mark: Mark) -> list[RemovableHand
             handles.append(module.register_forward_pre_hook(_before(before, hooks, mark), with_kwargs=True))
         if any(taps[s].side is Side.CACHE for s in after):
             handles.append(module.register_forward_hook(_after_cache(taps, after, hooks, mark), with_kwargs=True))
+        elif len(after) == 1 and taps[after[0]].side is Side.OUTPUT:
+            handles.append(module.register_forward_hook(_after_one(taps[after[0]], after[0], hooks, mark)))
         elif after:
             handles.append(module.register_forward_hook(_after(taps, after, hooks, mark)))
     return handles
@@ -82,11 +93,40 @@ def _before(slots: list[int], hooks: HostHooks, mark: Mark) -> Callable[..., Non
             return
         try:
             for slot in slots:
-                hooks.check(slot, x, module, ())
+                hooks.check_input(slot, x, module)
         except Exception as e:  # noqa: BLE001 - our failure must not stop inference; it is counted and shown
             hooks.on_failure(e)
 
     return before
+
+
+def _after_one(tap: Tap, slot: int, hooks: HostHooks, mark: Mark) -> Callable[..., None]:
+    """The common case, written for the decode loop: one tensor, a sum that says clean, one store."""
+    is_finite_only = tap.signal.legal is Legal.FINITE
+    feeds_next_layer = tap.signal.stage == "output"
+
+    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        x = output if type(output) is Tensor else first_tensor(output)
+        if x is None:
+            return
+        if torch.compiler.is_compiling():
+            mark(slot, x)
+            return
+        try:
+            step = hooks.step
+            if is_finite_only and step.open and x.is_cpu and x.dtype in SUM_DTYPE:
+                total = x.sum(dtype=SUM_DTYPE[x.dtype]).item()
+                is_good = total - total == 0.0
+                if is_good:
+                    step.ran[slot] = step.number
+            else:
+                is_good = False
+            if (is_good or hooks.check(slot, x, module, args)) and feeds_next_layer:
+                hooks.remember(x)
+        except Exception as e:  # noqa: BLE001 - our failure must not stop inference; it is counted and shown
+            hooks.on_failure(e)
+
+    return after
 
 
 def _after(taps: list[Tap], slots: list[int], hooks: HostHooks, mark: Mark) -> Callable[..., None]:
@@ -135,6 +175,6 @@ def _after_cache(taps: list[Tap], slots: list[int], hooks: HostHooks, mark: Mark
                         hooks.check(slot, tensor, module, ())
             except Exception as e:  # noqa: BLE001 - our failure must not stop inference; it is counted and shown
                 hooks.on_failure(e)
-        plain(module, tuple(kwargs.values()) if not args else args, output)
+        plain(module, (*args, *kwargs.values()), output)
 
     return after

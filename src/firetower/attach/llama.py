@@ -1,9 +1,9 @@
 """Trace a GGUF model through llama.cpp: the first bad tensor, its op, row, column and bits.
 
 `trace` runs a prompt greedily with llama.cpp's eval callback on. At level ``filtered`` only what leaves
-attention and each layer is watched; when that burns, the burning step is run again from the start of
-the sequence with every tensor watched, which names the exact op and says whether a weight, a state or the op
-itself is to blame.
+attention and each layer, router logits and logits are watched; when one burns, the same tokens are run again
+with every tensor of the burning step watched, which names the exact op and says whether a weight, a state or
+the op itself is to blame.
 """
 
 from __future__ import annotations

@@ -88,8 +88,6 @@ def notes(sensor: EvalSensor, again: EvalSensor | None) -> list[str]:
         out.append(
             f"first seen at level filtered in step {sensor.burn.checked.step.index}; it started earlier"
         )
-    if sensor.logits_bad is False:
-        out.append("the logits of this step are finite: the bad value was laundered on the way")
     if sensor.num_bad > len(sensor.bad_signals):
         out.append(
             f"{sensor.num_bad} tensors of this step were bad; the first {len(sensor.bad_signals)} are kept"

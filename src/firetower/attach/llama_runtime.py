@@ -34,8 +34,8 @@ class LlamaOptions:
     ``num_threads`` None: the CPUs this process may use, at most 8. ``ubatch_size`` is the largest number of
     prompt tokens computed at once. ``num_gpu_layers`` 0 keeps everything on the CPU. ``repack`` False keeps
     weights in ggml's plain layout (llama.cpp's ``--no-repack``): slower kernels, and a test of the fast ones.
-    ``flash_attention`` ``off`` computes scores and softmax as separate, visible ops. ``debug`` lets llama.cpp's
-    log through to stderr.
+    ``flash_attention`` ``off`` makes scores and softmax ops of their own. ``debug`` lets llama.cpp's log
+    through to stderr.
     """
 
     num_threads: int | None = None

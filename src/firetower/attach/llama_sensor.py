@@ -38,7 +38,8 @@ Level = Literal["off", "filtered", "full"]
 FILTERED = (b"l_out-", b"attn_out-", b"linear_attn_out-", b"ffn_moe_logits-", b"result_output")
 """Name prefixes wanted at level filtered: what leaves attention and the layer, router and output logits.
 
-A router launders: an expert whose logit is -Inf is just not chosen. Each wanted tensor cuts llama.cpp's graph: more of them would cost more and, before the rerun, tell little more.
+A router launders: an expert whose logit is -Inf is just not chosen. Each wanted tensor cuts llama.cpp's
+graph: more of them would cost more and, before the rerun, tell little more.
 """
 MAX_BAD_SIGNALS = 64
 _PREFIX_BYTES = max(map(len, FILTERED))

@@ -1,10 +1,10 @@
 """Trace a model through a foreign runtime: the first bad tensor, its op, row, column and bits.
 
 Runs MODEL.gguf in llama.cpp (pip install 'firetower[llama]') on a prompt, greedily, and checks its tensors
-through llama.cpp's eval callback. Level filtered watches what leaves attention and every layer, and
-the logits (about 1.2x the time a token). When that burns, the same tokens run again with every tensor
-watched, to name the exact op and whether a weight, a state or the op itself is to blame. Level full watches
-every tensor from the start.
+through llama.cpp's eval callback. Level filtered watches what leaves attention and every layer, the router
+logits and the logits (about 1.2x the time a token). When one burns, the same tokens run again with every
+tensor watched, to name the exact op and whether a weight, a state or the op itself is to blame. Level full
+watches every tensor from the start.
 
 The text goes to stdout as it is generated; a fire follows it, is stored, and the exit code is 3.
 """

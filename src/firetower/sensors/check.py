@@ -16,7 +16,14 @@ from torch import Tensor
 from firetower.core.records import BadValue, Kind, Legal
 
 _INT_VIEW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_FILTER_DTYPE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
+SUM_DTYPE: dict[torch.dtype, torch.dtype | None] = {
+    torch.float64: None,
+    torch.float32: None,
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+}
+"""Types whose sum says "clean", with the type to sum in: 16-bit sums would be stored in 16 bits and overflow."""
 
 
 class Layout(StrEnum):
@@ -53,13 +60,12 @@ def is_clean(x: Tensor, legal: Legal = Legal.FINITE) -> bool:
         x = x.detach()
     if x.is_complex():
         x = torch.view_as_real(x)
-    elif x.dtype.itemsize == 1:
+    if x.dtype not in SUM_DTYPE:
         x = x.to(torch.float32)
     if legal is Legal.NEG_INF:
         top: float = x.amax().item()
         return top - top == 0.0 or (top < 0 and not bool(torch.isnan(x).any()))
-    # low-precision sums accumulate in fp32 but would be stored in 16 bits and overflow: ask for fp32
-    total: float = x.sum(dtype=_FILTER_DTYPE.get(x.dtype)).item()
+    total: float = x.sum(dtype=SUM_DTYPE[x.dtype]).item()
     return total - total == 0.0 or bool(torch.isfinite(x).all())
 
 

@@ -76,6 +76,14 @@ _SHAPE_ONLY = _words(
     _has_compatible_shallow_copy_type set_ set resize resize_as _nested_tensor_size
     """
 )
+_METADATA_ONLY = _words(
+    """
+    _conj as_strided_ conj detach_ lift_fresh rename_ requires_grad_ set_ squeeze_ swapaxes_ swapdims_ t_ transpose_
+    unsqueeze_ _unsafe_view
+    """
+)
+"""Packets that give a tensor another shape or storage and write no element, whatever their schema says."""
+
 _FIRST_OUTPUT_ONLY = "_scaled_dot_product"
 """Fused attention: its further outputs (log-sum-exp, seeds) may be unwritten and feed the backward only."""
 
@@ -127,7 +135,7 @@ def op_info(func: Any) -> OpInfo:
     mutated = tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
     outs = tuple(a.name for a in arguments if a.name in mutated and a.is_out)
     aliases = schema is not None and any(r.alias_info is not None for r in schema.returns)
-    is_view = (aliases and not mutated) or root == "_unsafe_view"
+    is_view = (aliases and not mutated) or packet in _METADATA_ONLY
     reinterprets = name == "aten.view.dtype"
     tags = getattr(func, "tags", ())
     return OpInfo(

@@ -68,8 +68,16 @@ def is_float(x: Tensor) -> bool:
     return x.dtype in _FLOATS
 
 
+def has_own_dispatch(x: Tensor) -> bool:
+    """Whether ``x`` is of a subclass that handles its own ops, so that it may have no values of its own."""
+    return type(x).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+
+
 def why_unreadable(x: Tensor) -> str | None:
     """Why the values of ``x`` cannot be checked here, or None."""
+    if type(x) is not Tensor and has_own_dispatch(x):
+        # a fake tensor has no memory at all: reading it would crash the process
+        return f"tensor subclass {type(x).__name__}"
     if x.dtype in _UNREADABLE:
         return _UNREADABLE[x.dtype]
     if x.layout is not torch.strided:

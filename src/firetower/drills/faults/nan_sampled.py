@@ -53,7 +53,7 @@ def _pure(seed: int, sampler: str, level: Literal["layers", "ops"]) -> Variant:
 def _host(host: Host, seed: int) -> Variant:
     """Greedy `generate` with one bad row in the head: text comes out as if nothing were."""
     rng = Random(seed)
-    num_new = rng.randint(2, 4)
+    num_new, token, column = rng.randint(2, 4), rng.randrange(3, 512), rng.randrange(128)
 
     def build(fault: bool) -> Case:
         import torch
@@ -67,14 +67,15 @@ def _host(host: Host, seed: int) -> Variant:
         head.weight = torch.nn.Parameter(
             head.weight.detach().clone()
         )  # not the embeddings where these are tied
-        token, column = pick.randrange(3, model.config.vocab_size), pick.randrange(model.config.hidden_size)
         head.weight.data[token, column] = float("nan") if fault else 0.0
         ids = prompt(model, pick, pick.randint(3, 6))
         options = {"max_new_tokens": num_new, "do_sample": False, "pad_token_id": 0}
         case = Case(model=model, args=(ids,), kwargs=options, method="generate")
         return with_truth(case, site(model, "logits"), bad_weight=True, laundered=False) if fault else case
 
-    return Variant(id=f"greedy-{num_new}tokens", host=host, level="layers", build=build)
+    return Variant(
+        id=f"greedy-{num_new}tokens-token{token}-column{column}", host=host, level="layers", build=build
+    )
 
 
 DRILL = Drill(
