@@ -75,6 +75,7 @@ class Truth:
 
     def _replace(self, module: nn.Module, layer: int | None, tail: str) -> None:
         forward = module.forward
+        has_query_norm = any(n.endswith("self_attn.q_norm") for n, _ in self.model.named_modules())
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             x = args[0] if args else kwargs.get("hidden_states")
@@ -84,6 +85,8 @@ class Truth:
                 self.keep(layer, "swiglu", x)
             out = forward(*args, **kwargs)
             first = out[0] if isinstance(out, tuple) else out
+            if tail == ("self_attn.q_norm" if has_query_norm else "self_attn.q_proj"):
+                self.keep(layer, "query", first)
             if tail in ("self_attn", "linear_attn"):
                 self._states(layer, kwargs, x.shape[1])
                 self.keep(layer, "attention", first)
@@ -145,7 +148,7 @@ def _first_in(layer: int | None, stage: str, x: Tensor, shape: tuple[int, int], 
             sequence, token = index[0], None
         elif stage == "kv":
             sequence, token = index[0], index[2]
-        elif x.ndim == 3:
+        elif x.ndim >= 3:
             sequence, token = index[0], index[1] + num_tokens - x.shape[1]
         else:
             sequence, token = index[0] // num_tokens, index[0] % num_tokens

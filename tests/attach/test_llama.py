@@ -689,7 +689,8 @@ def test_a_filtered_fire_is_rerun_to_the_op(monkeypatch: pytest.MonkeyPatch) -> 
     assert fire.notes == (
         "the weight itself is non-finite: blk.12.ffn_down.weight row 1: 1 of 2 non-finite, column 1",
     )
-    assert [s.signal.stage for s in fire.bad_signals] == ["output", "logits"]
+    assert [s.signal.stage for s in fire.bad_signals] == ["down", "output", "logits"]
+    assert fire.bad_signals[0].first == fire.first
     assert fire.token_ids == (1, 2, 3, 4, 5, 100, 101)
     assert fire_from_dict(fire_to_dict(fire)) == fire
 

@@ -86,6 +86,18 @@ def test_twin_that_fires_exits_3(monkeypatch, capsys):
     assert "FIRED at" in capsys.readouterr().out
 
 
+def test_black_box_that_breaks_is_not_called_silent(monkeypatch, capsys):
+    def broken(*args, **kwargs):
+        raise IndexError("tuple index out of range")
+
+    monkeypatch.setattr("firetower.attach.watch.Watch.coverage", broken)
+    assert main(["drill", "M1", "--host", "pure", "--variants", "1"]) == 3
+    out, err = capsys.readouterr()
+    assert "BROKEN" in out
+    assert "IndexError: tuple index out of range" in err
+    assert "0 of 1 origins exact, 0 of 1 twins silent" in err
+
+
 def test_unknown_drill_is_one_line(capsys):
     assert main(["drill", "no-such"]) == 1
     err = capsys.readouterr().err

@@ -123,6 +123,18 @@ def test_what_the_black_box_reports_leaves_the_model_as_it_was():
     assert torch.equal(before, torch.cat([p.flatten() for p in case.model.parameters()]))
 
 
+def test_a_black_box_that_breaks_is_told_and_the_board_goes_on(monkeypatch):
+    drill, variant = _bad_weight("layers")
+
+    def broken(*args, **kwargs):
+        raise IndexError("tuple index out of range")
+
+    monkeypatch.setattr("firetower.attach.watch.Watch.coverage", broken)
+    result = run_variant(drill, variant)
+    assert result.failures == ("attach: IndexError: tuple index out of range",) * 2
+    assert not result.is_exact
+
+
 def test_pick_draws_as_many_as_asked_for_from_later_seeds():
     drill = find_drills(["rope-position"])[0]
     drawn = pick(drill, 0, 10)

@@ -1,4 +1,4 @@
-"""Bad values that disappear: each op that hides one is named, ops that only look or pick elsewhere are not."""
+"""Bad values that disappear: an op that hides one is named, one that only looks or picks elsewhere is not."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
+
 from firetower.core.records import Kind
 from firetower.sensors.ops_events import Cause
 from firetower.sensors.ops_mode import OpsMode
-from torch import Tensor
 
 NAN = math.nan
 
@@ -24,7 +25,10 @@ TABLE: dict[str, tuple[Callable[[Tensor], object], str]] = {
     "nan_to_num": (lambda x: x.nan_to_num(), "aten.nan_to_num.default"),
     "masked_fill": (lambda x: x.masked_fill(torch.isnan(x), 0.0), "aten.masked_fill.Scalar"),
     "masked_fill_": (lambda x: x.clone().masked_fill_(torch.isnan(x), 0.0), "aten.masked_fill_.Scalar"),
-    "index_put_": (lambda x: x.clone().index_put_((torch.isnan(x),), torch.zeros(())), "aten.index_put_.default"),
+    "index_put_": (
+        lambda x: x.clone().index_put_((torch.isnan(x),), torch.zeros(())),
+        "aten.index_put_.default",
+    ),
     "bottom k": (lambda x: x.topk(2, largest=False), "aten.topk.default"),
     "tril": (lambda x: x.expand(3, 3).tril(-2), "aten.tril.default"),
     "pow zero": (lambda x: x**0, "aten.pow.Tensor_Scalar"),
@@ -68,10 +72,14 @@ def test_what_a_caller_gave_is_reported_when_it_is_hidden(name: str) -> None:
         pytest.param(lambda x: x[0].item(), id="item"),
         pytest.param(lambda x: x[2:] * 2, id="slice elsewhere"),
         pytest.param(lambda x: x.index_select(0, torch.tensor([0, 2])) * 2, id="index_select"),
-        pytest.param(lambda x: torch.nn.functional.embedding(torch.tensor([0, 2]), x[:, None]), id="embedding"),
+        pytest.param(
+            lambda x: torch.nn.functional.embedding(torch.tensor([0, 2]), x[:, None]), id="embedding"
+        ),
         pytest.param(lambda x: (torch.zeros_like(x), x.new_ones(3), x.shape), id="shape only"),
         pytest.param(lambda x: x.clone().zero_(), id="cleared by assignment"),
-        pytest.param(lambda x: x.clone().index_copy_(0, torch.tensor([1]), torch.ones(1)), id="overwritten by place"),
+        pytest.param(
+            lambda x: x.clone().index_copy_(0, torch.tensor([1]), torch.ones(1)), id="overwritten by place"
+        ),
     ],
 )
 def test_looking_and_picking_elsewhere_is_no_laundering(look: Callable[[Tensor], object]) -> None:

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional as F
+
 from firetower.drills import hosts
 from firetower.sensors.ops_mode import OpsMode
-from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
 
 INF = math.inf
 CAUSAL = torch.ones(4, 4, dtype=torch.bool).triu(1)
@@ -52,7 +53,11 @@ def index_assignment() -> Tensor:
 
 def additive_max() -> Tensor:
     s = torch.randn(4, 4).masked_fill(CAUSAL, -INF)
-    return (s - s.amax(-1, keepdim=True)).exp().sum(-1) + s.logsumexp(-1) + torch.maximum(s, s.roll(1, -1)).amax(-1)
+    return (
+        (s - s.amax(-1, keepdim=True)).exp().sum(-1)
+        + s.logsumexp(-1)
+        + torch.maximum(s, s.roll(1, -1)).amax(-1)
+    )
 
 
 def scatter_topk() -> Tensor:
@@ -104,8 +109,8 @@ def empty_filled_in_parts() -> Tensor:
 
 
 SILENT = [
-    filled_then_moved, where_scalar, in_place, index_assignment, additive_max, scatter_topk, sort_topp, clamp_to_inf,
-    minimum_start, pad_value, finite_check, sdpa_with_masked_row, empty_filled_in_parts,
+    filled_then_moved, where_scalar, in_place, index_assignment, additive_max, scatter_topk, sort_topp,
+    clamp_to_inf, minimum_start, pad_value, finite_check, sdpa_with_masked_row, empty_filled_in_parts,
 ]  # fmt: skip
 
 
@@ -161,8 +166,8 @@ def generate(model: Any, **options: Any) -> Any:
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
     return model.generate(
-        input_ids=ids, attention_mask=mask, max_new_tokens=5, output_logits=True, return_dict_in_generate=True,
-        **options,
+        input_ids=ids, attention_mask=mask, max_new_tokens=5, output_logits=True,
+        return_dict_in_generate=True, **options,
     )  # fmt: skip
 
 
@@ -186,7 +191,9 @@ def test_sampling_is_bit_identical_and_silent(host: str, attention: str) -> None
     assert mode.num_checked > 500
 
 
-@pytest.mark.parametrize("options", [{"num_beams": 3}, {"cache_implementation": "static"}], ids=["beams", "static"])
+@pytest.mark.parametrize(
+    "options", [{"num_beams": 3}, {"cache_implementation": "static"}], ids=["beams", "static"]
+)
 def test_beams_and_static_cache_are_silent(options: dict[str, Any]) -> None:
     model = hosts.small_llama()
     bare = generate(model, do_sample=False, **options)

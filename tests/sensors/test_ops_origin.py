@@ -7,11 +7,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
 from firetower.core.records import Kind
 from firetower.sensors.ops_events import Cause, OpEvent
 from firetower.sensors.ops_mode import OpsMode
-from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
 
 INF, NAN = math.inf, math.nan
 
@@ -136,7 +137,9 @@ def test_log_of_zero_is_a_fire() -> None:
     assert (found.op, found.first.kind, found.cause) == ("aten.log.default", Kind.NEG_INF, Cause.OWN)
 
 
-@pytest.mark.parametrize("ctx", [torch.enable_grad, torch.no_grad, torch.inference_mode], ids=lambda c: c.__name__)
+@pytest.mark.parametrize(
+    "ctx", [torch.enable_grad, torch.no_grad, torch.inference_mode], ids=lambda c: c.__name__
+)
 @pytest.mark.parametrize("value", [NAN, INF], ids=["nan", "inf"])
 def test_a_value_written_between_taps(ctx: Callable[[], object], value: float) -> None:
     def fn() -> Tensor:
@@ -315,7 +318,9 @@ class TestUnwrittenMemory:
 
         assert origin(fn).cause is Cause.OUTSIDE
 
-    @pytest.mark.parametrize("make", [torch.empty_like, lambda x: x.new_empty(4, 4)], ids=["empty_like", "new_empty"])
+    @pytest.mark.parametrize(
+        "make", [torch.empty_like, lambda x: x.new_empty(4, 4)], ids=["empty_like", "new_empty"]
+    )
     def test_every_allocator(self, make: Callable[[Tensor], Tensor]) -> None:
         def fn() -> Tensor:
             page = make(torch.ones(4, 4))
@@ -411,7 +416,8 @@ def test_layer_stage_and_module_path() -> None:
                 x = layer(x)
             return x
 
-    found = origin(lambda model=Model(): model(torch.full((2,), 14.0, dtype=torch.float16)))
+    model = Model()
+    found = origin(lambda: model(torch.full((2,), 14.0, dtype=torch.float16)))
     assert (found.module, found.layer, found.stage) == ("layers.2.mlp", 2, "swiglu")
     signal = found.signal
     assert (signal.op, signal.layer, signal.stage) == ("aten.mul.Tensor", 2, "swiglu")

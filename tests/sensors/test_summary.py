@@ -6,9 +6,10 @@ import math
 
 import pytest
 import torch
-from firetower.sensors.summary import summarize
 from hypothesis import given
 from hypothesis import strategies as st
+
+from firetower.sensors.summary import summarize
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]

@@ -12,7 +12,7 @@ import itertools
 import torch
 from torch import Tensor, nn
 
-from firetower.attach.discover import Tap
+from firetower.attach.discover import Side, Tap
 from firetower.attach.frame import Call
 from firetower.attach.step import Finding, Step
 from firetower.core.records import BadValue, BurnedRow, Kind
@@ -21,6 +21,9 @@ from firetower.sensors.panel import BurnedSequence, Found, Panel, PanelReading, 
 
 MAX_BURNED_ROWS = 1024
 """Sequences of a batch that a device panel tells apart."""
+
+MAX_PARTS = 3
+"""Tensors of one tap that have words of their own: a router's logits, weights and scores; keys and values."""
 
 
 class DevicePanels:
@@ -41,8 +44,14 @@ class DevicePanels:
         self._num_tokens = 1
         self._pad: Tensor | None = None
         self.panel = Panel(num_rows=MAX_BURNED_ROWS)
-        for tap in taps:
-            self.panel.declare(legal=tap.signal.legal, layout=tap.layout)
+        # a tap that yields several tensors has a word for each: they differ in shape
+        self._tap_of: list[int] = []
+        self._word_of: list[int] = []
+        for slot, tap in enumerate(taps):
+            self._word_of.append(len(self._tap_of))
+            for _ in range(1 if tap.side in (Side.INPUT, Side.OUTPUT) else MAX_PARTS):
+                self.panel.declare(legal=tap.signal.legal, layout=tap.layout)
+                self._tap_of.append(slot)
         tensors = itertools.chain(root.parameters(), root.buffers())
         devices = {t.device for t in tensors if t.device.type in ("cpu", "cuda")}
         self._never_marks = all(d.type == "cpu" for d in devices) and not is_compiled
@@ -71,10 +80,17 @@ class DevicePanels:
         self.panel.flush()
         self._tracing_root = False
 
-    def mark(self, slot: int, x: Tensor) -> None:
-        """Mark one tensor of one signal on its device; notes why where it cannot."""
+    def mark(self, slot: int, x: Tensor, part: int = 0) -> None:
+        """Mark one tensor of one signal on its device; notes why where it cannot.
+
+        Args:
+            slot: the tap.
+            x: the tensor.
+            part: which of the tap's tensors this is, from 0; those past the last word share it.
+        """
+        word = self._word_of[slot] + min(part, MAX_PARTS - 1)
         reason = self.panel.mark(
-            slot, x, num_sequences=self._num_sequences, num_tokens=self._num_tokens, pad=self._pad
+            word, x, num_sequences=self._num_sequences, num_tokens=self._num_tokens, pad=self._pad
         )
         if torch.compiler.is_compiling():
             if not self._tracing_root:
@@ -90,7 +106,7 @@ class DevicePanels:
         """Whether this step may have left something in the panel that can be copied now."""
         if not (self.in_use or self.traced):
             return False
-        return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+        return not is_capturing()
 
     def snapshot(self) -> Snapshot:
         """Start the step's one small copy; does not wait."""
@@ -99,21 +115,20 @@ class DevicePanels:
     def put_into(self, step: Step, reading: PanelReading) -> None:
         """Enter a panel reading into a step, in place of what an earlier reading of the panel said there."""
         frame = self._frame(step, reading)
-        marked = [slot for slot, ran in enumerate(reading.ran) if ran]
+        marked = {self._tap_of[word] for word, ran in enumerate(reading.ran) if ran}
         for slot in step.from_device:
             step.findings.pop(slot, None)
             step.ran[slot] = -1
-        step.from_device = set(marked)
+        step.from_device = marked
         for slot in marked:
             step.ran[slot] = step.number
         step.reasons.update(self.reasons)
-        pads = {f.slot: f for f in reading.first_pads}
-        bad = {f.slot: f for f in reading.first}
+        pads, bad = self._by_tap(reading.first_pads), self._by_tap(reading.first)
         for slot in sorted(bad.keys() | pads.keys()):
             step.findings[slot] = Finding(
                 slot,
-                self._bad_value(bad.get(slot), frame, step),
-                self._bad_value(pads.get(slot), frame, step),
+                self._bad_value(bad.get(slot), frame),
+                self._bad_value(pads.get(slot), frame),
                 order=len(step.findings),
             )
         if bad:
@@ -122,9 +137,17 @@ class DevicePanels:
                 finding.order = slot
             step.findings = dict(sorted(step.findings.items()))
         step.pad_before_real |= reading.pad_before_real
+        words = {f.slot: f for f in reading.first}
         for burned in reading.burned:
-            if burned.sequence not in step.burned and burned.slot in bad:
-                step.burned[burned.sequence] = self._burned_row(burned, bad[burned.slot], frame, step)
+            if burned.sequence not in step.burned and burned.slot in words:
+                step.burned[burned.sequence] = self._burned_row(burned, words[burned.slot], frame)
+
+    def _by_tap(self, found: tuple[Found, ...]) -> dict[int, Found]:
+        """The first bad tensor of each tap; parts stand in the order in which the tap yields them."""
+        result: dict[int, Found] = {}
+        for f in found:
+            result.setdefault(self._tap_of[f.slot], f)
+        return result
 
     def _frame(self, step: Step, reading: PanelReading) -> Frame:
         frame = step.frame
@@ -135,15 +158,15 @@ class DevicePanels:
             return frame
         return Frame(num_sequences=num_sequences, num_tokens=num_tokens)
 
-    def _bad_value(self, found: Found | None, frame: Frame, step: Step) -> BadValue | None:
+    def _bad_value(self, found: Found | None, frame: Frame) -> BadValue | None:
         if found is None:
             return None
-        frame = dataclasses.replace(frame, layout=step.taps[found.slot].layout)
+        frame = dataclasses.replace(frame, layout=self._taps[self._tap_of[found.slot]].layout)
         kind = found.kind or Kind.NAN
         return place(found.flat_index, found.bits, found.dtype, kind, found.shape or (), frame)
 
-    def _burned_row(self, burned: BurnedSequence, found: Found, frame: Frame, step: Step) -> BurnedRow:
-        tap = step.taps[burned.slot]
+    def _burned_row(self, burned: BurnedSequence, found: Found, frame: Frame) -> BurnedRow:
+        tap = self._taps[self._tap_of[burned.slot]]
         token = column = first = None
         if found.shape is not None and frame.num_sequences > 0:
             num_elements = torch.Size(found.shape).numel()
@@ -151,10 +174,15 @@ class DevicePanels:
             _, t = locate(torch.tensor(flat), found.shape, dataclasses.replace(frame, layout=tap.layout))
             token, column = None if t is None else int(t), flat % found.shape[-1]
             # the panel keeps bits for the first bad row of a signal only
-            first = self._bad_value(found, frame, step) if flat == found.flat_index else None
+            first = self._bad_value(found, frame) if flat == found.flat_index else None
         return BurnedRow(
             sequence=burned.sequence, signal=tap.signal, token=token, column=column, first=first
         )
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured on the current stream: nothing may wait for the device then."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def reset_compiled(model: nn.Module) -> bool:

@@ -18,6 +18,7 @@ from firetower.sensors.check import Layout
 STAGES: dict[str, str] = {
     "input": "hidden states as a decoder layer receives them",
     "attention": "output of the token mixer: attention or gated delta net",
+    "query": "queries of attention, after their norm where there is one",
     "kv": "keys and values written to the cache in this step",
     "conv_state": "convolution window that a gated delta net leaves behind",
     "recurrent_state": "recurrent state that a gated delta net leaves behind",
@@ -134,6 +135,10 @@ def _layer_taps(path: str, index: int, layer: nn.Module) -> Iterator[Tap]:
         yield tap("conv_state", mixer, Side.CACHE, Layout.STATE)
         yield tap("recurrent_state", mixer, Side.CACHE, Layout.STATE)
     else:
+        # a fused kernel may answer a NaN query with zeros: it would be gone at the mixer's output
+        query = _child(layer.get_submodule(mixer), ("q_norm", "q_proj"))
+        if query is not None:
+            yield tap("query", f"{mixer}.{query}")
         yield tap("kv", mixer, Side.CACHE, Layout.HEADS)
     yield tap("attention", mixer)
     yield from _mlp_taps(tap, mlp, layer.get_submodule(mlp))

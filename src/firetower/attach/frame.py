@@ -19,17 +19,24 @@ _CACHES = ("past_key_values", "cache", "cache_params")
 class Call:
     """The arguments of one forward call, read only when something is bad.
 
-    ``num_past`` is how many tokens the cache held when the call began.
+    ``past`` is how many tokens the cache held when the call began; a tensor where the cache counts on its device.
     """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    num_past: int
+    past: int | Tensor = 0
 
     @classmethod
     def begin(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         """Keep the call; the cache is asked now, since the call itself makes it grow."""
-        return cls(args, kwargs, _num_past(kwargs))
+        return cls(args, kwargs, _past(kwargs))
+
+    @property
+    def num_past(self) -> int:
+        """Tokens in the cache when the call began; waits for the device where the cache counts there."""
+        if not isinstance(self.past, int):
+            self.past = int(self.past.max())
+        return self.past
 
     def tokens(self) -> Tensor | None:
         """The tensor that carries the rows: token ids [B, T], embeddings [B, T, H], or the first tensor given."""
@@ -50,7 +57,7 @@ class Call:
     def phase(self) -> Phase:
         """Prefill, or decode where one token follows others; a call without token ids is neither."""
         x = self.tokens()
-        if x is None or (x.is_floating_point() and x.ndim < 3):
+        if x is None or x.ndim < (3 if x.is_floating_point() else 2):
             return Phase.UNKNOWN
         return Phase.DECODE if x.shape[1] == 1 and self.num_past > 0 else Phase.PREFILL
 
@@ -98,7 +105,7 @@ def cache_of(kwargs: Mapping[str, Any]) -> Any:
     return next((kwargs[n] for n in _CACHES if kwargs.get(n) is not None), None)
 
 
-def _num_past(kwargs: Mapping[str, Any]) -> int:
+def _past(kwargs: Mapping[str, Any]) -> int | Tensor:
     mask, cache = kwargs.get("attention_mask"), cache_of(kwargs)
     ids = kwargs.get("input_ids")
     if cache is None:
@@ -106,7 +113,9 @@ def _num_past(kwargs: Mapping[str, Any]) -> int:
     if isinstance(mask, Tensor) and mask.ndim == 2 and isinstance(ids, Tensor) and not _is_static(cache):
         return mask.shape[1] - ids.shape[1]
     if hasattr(cache, "get_seq_length"):
-        return int(cache.get_seq_length())
+        length = cache.get_seq_length()
+        # on a device, asking for the number would wait for it: keep a copy, read it only when something is bad
+        return length.clone() if isinstance(length, Tensor) and not length.is_cpu else int(length)
     if isinstance(cache, tuple | list) and cache and isinstance(cache[0], tuple | list):
         return int(cache[0][0].shape[-2])
     return 0

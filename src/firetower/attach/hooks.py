@@ -5,8 +5,10 @@ A hook never raises into the model: what goes wrong in it is handed to ``on_fail
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,7 +21,8 @@ from firetower.attach.taps import first_tensor, float_tensors, input_tensor, wri
 from firetower.core.records import Legal
 from firetower.sensors.check import SUM_DTYPE, is_clean
 
-Mark = Callable[[int, Tensor], None]
+Mark = Callable[[int, Tensor, int], None]
+"""Marks a tensor on its device: the slot of its tap, the tensor, which of the tap's tensors it is."""
 
 
 class HostHooks(threading.local):
@@ -31,14 +34,14 @@ class HostHooks(threading.local):
         self.on_failure = on_failure
         self.mark = mark
 
-    def check(self, slot: int, x: Tensor, module: nn.Module, inputs: Iterable[Any]) -> bool:
+    def check(self, slot: int, x: Tensor, module: nn.Module, inputs: Iterable[Any], part: int = 0) -> bool:
         """Check one tensor of one signal and record the result in this thread's step; returns whether it is clean."""
         step = self.step
         if not step.open:
             step.begin_implicit()
         step.ran[slot] = step.number
         if not x.is_cpu:
-            self.mark(slot, x)
+            self.mark(slot, x, part)
             return False
         if is_clean(x, self.legal[slot]):
             return True
@@ -62,24 +65,42 @@ class HostHooks(threading.local):
             self.step.clean_tensor, self.step.clean_version = x, x._version
 
 
-def install(taps: list[Tap], hooks: HostHooks, mark: Mark) -> list[RemovableHandle]:
-    """Put one hook, or two, on every module that has a tap; returns the handles that take them off again."""
+def install(
+    taps: list[Tap], hooks: HostHooks, mark: Mark, around: Callable[[], AbstractContextManager[Any]] | None = None
+) -> list[RemovableHandle]:
+    """Put one hook, or two, on every module that has a tap; returns the handles that take them off again.
+
+    Args:
+        taps: what to read; the index is the slot.
+        hooks: checks tensors on the host.
+        mark: marks tensors on a device.
+        around: entered around every hook; at op level it hides our own reads from the mode that watches ops.
+    """
     by_module: dict[int, tuple[nn.Module, list[int]]] = {}
     for slot, tap in enumerate(taps):
         by_module.setdefault(id(tap.module), (tap.module, []))[1].append(slot)
     handles: list[RemovableHandle] = []
     for module, slots in by_module.values():
+        wrap = (lambda hook: hook) if around is None else functools.partial(_inside, around)
         before = [s for s in slots if taps[s].side is Side.INPUT]
         after = [s for s in slots if taps[s].side is not Side.INPUT]
         if before:
-            handles.append(module.register_forward_pre_hook(_before(before, hooks, mark), with_kwargs=True))
+            handles.append(module.register_forward_pre_hook(wrap(_before(before, hooks, mark)), with_kwargs=True))
         if any(taps[s].side is Side.CACHE for s in after):
-            handles.append(module.register_forward_hook(_after_cache(taps, after, hooks, mark), with_kwargs=True))
+            handles.append(module.register_forward_hook(wrap(_after_cache(taps, after, hooks, mark)), with_kwargs=True))
         elif len(after) == 1 and taps[after[0]].side is Side.OUTPUT:
-            handles.append(module.register_forward_hook(_after_one(taps[after[0]], after[0], hooks, mark)))
+            handles.append(module.register_forward_hook(wrap(_after_one(taps[after[0]], after[0], hooks, mark))))
         elif after:
-            handles.append(module.register_forward_hook(_after(taps, after, hooks, mark)))
+            handles.append(module.register_forward_hook(wrap(_after(taps, after, hooks, mark))))
     return handles
+
+
+def _inside(around: Callable[[], AbstractContextManager[Any]], hook: Callable[..., None]) -> Callable[..., None]:
+    def inside(*args: Any) -> None:
+        with around():
+            hook(*args)
+
+    return inside
 
 
 def _before(slots: list[int], hooks: HostHooks, mark: Mark) -> Callable[..., None]:
@@ -89,7 +110,7 @@ def _before(slots: list[int], hooks: HostHooks, mark: Mark) -> Callable[..., Non
             return
         if torch.compiler.is_compiling():
             for slot in slots:
-                mark(slot, x)
+                mark(slot, x, 0)
             return
         try:
             for slot in slots:
@@ -110,7 +131,7 @@ def _after_one(tap: Tap, slot: int, hooks: HostHooks, mark: Mark) -> Callable[..
         if x is None:
             return
         if torch.compiler.is_compiling():
-            mark(slot, x)
+            mark(slot, x, 0)
             return
         try:
             step = hooks.step
@@ -129,52 +150,61 @@ def _after_one(tap: Tap, slot: int, hooks: HostHooks, mark: Mark) -> Callable[..
     return after
 
 
+Found = list[tuple[int, int, Tensor]]
+"""(slot, part, tensor) of the taps of one module."""
+
+
 def _after(taps: list[Tap], slots: list[int], hooks: HostHooks, mark: Mark) -> Callable[..., None]:
     whole = [s for s in slots if taps[s].side is Side.OUTPUTS]
     first = [s for s in slots if taps[s].side is Side.OUTPUT]
 
-    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def find(output: Any) -> Found:
         x = output if type(output) is Tensor else first_tensor(output)
+        found = [(slot, 0, x) for slot in first if x is not None]
+        return found + [(slot, part, t) for slot in whole for part, t in enumerate(float_tensors(output))]
+
+    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if torch.compiler.is_compiling():
-            _mark_all(x, output, first, whole, mark)
+            _mark_all(find(output), mark)
             return
         try:
-            if x is not None:
-                for slot in first:
-                    hooks.check(slot, x, module, args)
-            for slot in whole:
-                for tensor in float_tensors(output):
-                    hooks.check(slot, tensor, module, args)
+            for slot, part, x in find(output):
+                hooks.check(slot, x, module, args, part)
         except Exception as e:  # noqa: BLE001 - our failure must not stop inference; it is counted and shown
             hooks.on_failure(e)
 
     return after
 
 
-def _mark_all(x: Tensor | None, output: Any, first: list[int], whole: list[int], mark: Mark) -> None:
-    if x is not None:
-        for slot in first:
-            mark(slot, x)
-    for slot in whole:
-        for tensor in float_tensors(output):
-            mark(slot, tensor)
-
-
 def _after_cache(taps: list[Tap], slots: list[int], hooks: HostHooks, mark: Mark) -> Callable[..., None]:
     outputs = [s for s in slots if taps[s].side is not Side.CACHE]
-    plain = _after(taps, outputs, hooks, mark)
     states = [(s, taps[s].signal.stage, taps[s].cache_layer or 0) for s in slots if taps[s].side is Side.CACHE]
 
+    def find(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Found:
+        x = input_tensor(args, kwargs)
+        num_tokens = x.shape[1] if x is not None and x.ndim >= 3 else 1
+        found = [
+            (slot, part, tensor)
+            for slot, stage, layer in states
+            for part, tensor in enumerate(written_state(stage, kwargs, layer, num_tokens))
+        ]
+        y = output if type(output) is Tensor else first_tensor(output)
+        return found + [(slot, 0, y) for slot in outputs if y is not None]
+
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if not torch.compiler.is_compiling():
-            try:
-                x = input_tensor(args, kwargs)
-                num_tokens = x.shape[1] if x is not None and x.ndim >= 3 else 1
-                for slot, stage, layer in states:
-                    for tensor in written_state(stage, kwargs, layer, num_tokens):
-                        hooks.check(slot, tensor, module, ())
-            except Exception as e:  # noqa: BLE001 - our failure must not stop inference; it is counted and shown
-                hooks.on_failure(e)
-        plain(module, (*args, *kwargs.values()), output)
+        if torch.compiler.is_compiling():
+            _mark_all(find(args, kwargs, output), mark)
+            return
+        try:
+            inputs = args or tuple(kwargs.values())
+            for slot, part, x in find(args, kwargs, output):
+                hooks.check(slot, x, module, inputs, part)
+        except Exception as e:  # noqa: BLE001 - our failure must not stop inference; it is counted and shown
+            hooks.on_failure(e)
 
     return after
+
+
+def _mark_all(found: Found, mark: Mark) -> None:
+    for slot, part, x in found:
+        mark(slot, x, part)

@@ -33,8 +33,7 @@ _MAX_WEIGHTS = 16
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FirstRun:
-    """What the cheap run saw: fires of the watched modules, bad values in what the call returned, an
-    exception.
+    """What the cheap run saw: fires of the watched modules, a bad value in the result, an exception.
 
     ``bad_output`` is (path, first bad value, summary). ``error`` is the exception in words.
     """
@@ -46,10 +45,16 @@ class FirstRun:
 
     @property
     def is_bad(self) -> bool:
-        """Whether it saw a NaN or +Inf; a -Inf in the output can be legal, the second run tells."""
-        return bool(self.fires) or (
-            self.bad_output is not None and self.bad_output[1].kind is not Kind.NEG_INF
-        )
+        """Whether it saw a NaN or +Inf; a -Inf can be legal, the second run tells."""
+        seen = [fire.first.kind for fire in self.fires]
+        if self.bad_output is not None:
+            seen.append(self.bad_output[1].kind)
+        return any(kind is not Kind.NEG_INF for kind in seen)
+
+    @property
+    def is_suspicious(self) -> bool:
+        """Whether a second run is needed to tell."""
+        return bool(self.fires) or self.bad_output is not None or self.error is not None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +141,7 @@ def investigate(
     named = _named(fn_or_model, args, kwargs)
     state = CallState(fn_or_model, named)
     first, result = _first_run(call, state.modules)
-    if state.modules and not first.is_bad and first.bad_output is None and first.error is None:
+    if state.modules and not first.is_suspicious:
         return Investigation(burned=False, first_run=first, result=result)
     state.restore()
     run = _OpRun(call, state.modules, named)
@@ -236,7 +241,7 @@ def _conclude(
     if origin is not None:
         step, call = run.step_of(origin)
         fire = fire_of_event(origin, run.mode, first, fn, weights, tuple(notes), step, call)
-    elif first.fires:
+    elif first.is_bad and first.fires:
         fire = dataclasses.replace(
             first.fires[0], source="investigate", notes=(*first.fires[0].notes, *notes)
         )
@@ -277,8 +282,8 @@ def _store(fire: Fire, target: Store | str | Path | Literal[False] | None) -> li
 def _findings(run: _OpRun, first: FirstRun) -> Iterator[str]:
     if run.mode.origin is None and first.is_bad:
         yield f"{CLEAN_SECOND_RUN}; run it several times to learn its rate"
-    if run.mode.origin is not None and not first.is_bad and first.num_modules:
-        yield "the first run saw no bad value at its signals: it disappears, or is not bad every time"
+    if run.mode.origin is None and not first.is_bad and (first.fires or first.bad_output):
+        yield "the -Inf that the first run saw is legal: an op wrote it on purpose, and none made harm of it"
     if first.error != run.error:
         ends = [error or "a result" for error in (first.error, run.error)]
         yield f"the first run ended with {ends[0]}, the second with {ends[1]}"

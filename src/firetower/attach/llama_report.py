@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import platform
-from pathlib import Path
 
 from firetower.attach.llama_run import LlamaRun
 from firetower.attach.llama_runtime import LlamaSession
 from firetower.attach.llama_sensor import Burn, EvalSensor, signal_of
 from firetower.attach.llama_sources import Source
-from firetower.core.records import BurnedRow, Fire, Outcome, Status, new_fire_id, utc_now
+from firetower.core.records import BurnedRow, Fire, Outcome, SignalReading, Status, new_fire_id, utc_now
 
 
 def make_fire(sensor: EvalSensor, again: EvalSensor | None, session: LlamaSession, run: LlamaRun) -> Fire:
     """Build the fire of a burnt run.
 
     Args:
-        sensor: the sensor that burned; its readings become ``bad_signals``.
+        sensor: the sensor that burned; its readings become ``bad_signals``, after the origin.
         again: the sensor of the full rerun; where it burned too, it gives the origin.
         session: the model.
         run: the pass that burned.
@@ -38,7 +37,7 @@ def make_fire(sensor: EvalSensor, again: EvalSensor | None, session: LlamaSessio
         origin=signal,
         first=first,
         outcome=Outcome.RECORDED,
-        bad_signals=tuple(sensor.bad_signals),
+        bad_signals=_bad_signals(sensor, burn),
         burned=(BurnedRow(sequence=0, signal=signal, token=first.token, column=first.column, first=first),),
         coverage=(
             sensor.num_checked,
@@ -53,10 +52,15 @@ def make_fire(sensor: EvalSensor, again: EvalSensor | None, session: LlamaSessio
         extra={
             "tensor": burn.checked.name,
             "level": sensor.level if again is None else f"{sensor.level}, rerun full",
-            "file": str(Path(session.path).resolve()),
             **{f"src{i}": describe_source(s) for i, s in enumerate(burn.sources)},
         },
     )
+
+
+def _bad_signals(sensor: EvalSensor, burn: Burn) -> tuple[SignalReading, ...]:
+    # the rerun's origin was executed before all that level filtered saw of the step
+    origin = SignalReading(signal=signal_of(burn.checked), status=Status.BAD, first=burn.first)
+    return (() if burn is sensor.burn else (origin,)) + tuple(sensor.bad_signals)
 
 
 def _device(buffer: str) -> str:

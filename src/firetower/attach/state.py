@@ -93,4 +93,6 @@ class CallState:
                 f"{changed[0]}: changed in place by the first run and too large to be kept, so that the call "
                 f"cannot be run again from the same state; keep the tensor out of the call"
             )
+        # autocast keeps cast weights from the first run: the second must be seen casting them
+        torch.clear_autocast_cache()
         self._random.restore()

@@ -59,6 +59,7 @@ class Step:
         if self.findings:
             self.findings = {}
             self.burned = {}
+        self.from_device.clear()
         self.pad_before_real = False
         self.clean_tensor = None
 
@@ -122,7 +123,7 @@ class Step:
         """This step's reading: bad signals first executed first, then the others in declared order."""
         found = sorted(self.findings.values(), key=lambda f: f.order)
         ordered = [f.slot for f in found] + [s for s in range(len(self.taps)) if s not in self.findings]
-        call = self.call or Call((), {}, 0)
+        call = self.call or Call((), {})
         num_sequences, num_tokens = call.shape()
         return Reading(
             step=self.number,

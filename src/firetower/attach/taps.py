@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from firetower.attach.frame import cache_of
@@ -67,9 +68,13 @@ def written_state(stage: str, kwargs: Mapping[str, Any], layer: int, num_tokens:
 
 def _written_rows(cache_layer: Any, stored: Tensor, num_tokens: int) -> Tensor:
     length = stored.shape[2]
-    if getattr(cache_layer, "max_cache_len", None) == length:
-        # a static cache is longer than what is written: its own count says where this step's rows end
-        end = int(cache_layer.get_seq_length())
-        if 0 < end <= length:
-            return stored[:, :, max(0, end - num_tokens) : end]
-    return stored[:, :, max(0, length - num_tokens) :]
+    if getattr(cache_layer, "max_cache_len", None) != length:
+        return stored.narrow(2, length - num_tokens, num_tokens) if num_tokens < length else stored
+    # a static cache is longer than what is written: its own count says where this step's rows end
+    end = cache_layer.get_seq_length()
+    if isinstance(end, Tensor):
+        last = end.reshape(-1)[:1] - num_tokens
+        rows = last + torch.arange(num_tokens, device=stored.device)
+        return stored.index_select(2, rows.clamp(0, length - 1))
+    begin = min(max(0, int(end) - num_tokens), length - num_tokens)
+    return stored.narrow(2, begin, num_tokens)

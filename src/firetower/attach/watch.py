@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from firetower.attach.device import DevicePanels, reset_compiled
+from firetower.attach.device import DevicePanels, is_capturing, reset_compiled
 from firetower.attach.discover import Tap, discover
 from firetower.attach.firelog import FireLog
 from firetower.attach.frame import Call
@@ -24,6 +24,7 @@ from firetower.attach.step import Step
 from firetower.core.errors import AttachError, NonFiniteError
 from firetower.core.records import BurnedRow, Fire, Outcome, Reading
 from firetower.fires.store import Store
+from firetower.sensors.ops_mode import quiet
 from firetower.sensors.panel import Snapshot
 
 Level = Literal["logits", "layers", "ops"]
@@ -91,7 +92,11 @@ class Watch:
         self.last_failure: str | None = None
         self._root: nn.Module = getattr(model, "_orig_mod", model)
         self._taps: list[Tap] = discover(self._root, "layers" if level == "ops" else level)
+        self._skipped_hook_guards = bool(torch._dynamo.config.skip_nnmodule_hook_guards)
         self._compiled = reset_compiled(model)
+        if self._compiled:
+            # else a watched module runs code that was compiled for an unwatched one of its class
+            torch._dynamo.config.skip_nnmodule_hook_guards = False
         self._device = DevicePanels(self._root, self._taps, is_compiled=self._compiled)
         self._hooks = HostHooks(self._taps, self._failed, self._device.mark)
         self._ops = OpsWatch(self._root) if level == "ops" else None
@@ -99,7 +104,9 @@ class Watch:
         self._pending: Snapshot | None = None
         self._last: Step | None = None
         self._last_reading: Reading | None = None
-        self._handles: list[RemovableHandle] = install(self._taps, self._hooks, self._device.mark)
+        self._handles: list[RemovableHandle] = install(
+            self._taps, self._hooks, self._device.mark, around=quiet if level == "ops" else None
+        )
         for module in {id(m): m for m in (self._root, model)}.values():
             self._handles.append(
                 module.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
@@ -169,6 +176,7 @@ class Watch:
             del self.model.__dict__["generate"]
         if self._handles and (self._compiled or self._device.traced):
             reset_compiled(self.model)
+            torch._dynamo.config.skip_nnmodule_hook_guards = self._skipped_hook_guards
         self._handles.clear()
         self._log.close()
 
@@ -180,14 +188,15 @@ class Watch:
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
-            self._device.begin_traced(Call(args, kwargs, 0))
+            self._device.begin_traced(Call(args, kwargs))
             return
         step = self._hooks.step
         step.depth += 1
         if step.depth > 1:
             return
         try:
-            self._settle_pending()
+            if not is_capturing():
+                self._settle_pending()
             step.begin(args, kwargs)
             assert step.call is not None
             self._device.begin(step.call)

@@ -104,6 +104,9 @@ def _progress(results: Iterator[Result], total: int) -> Iterator[Result]:
 def _row(r: Result) -> tuple[str, ...]:
     if r.skipped:
         return r.drill, r.variant, r.host, r.level, "-", "skipped", "-", "-"
+    if r.failures:
+        # silence of a black box that broke says nothing, of the fault or of the twin
+        return r.drill, r.variant, r.host, r.level, str(r.expected), "BROKEN", "-", f"{r.elapsed_ms:.0f}"
     if r.seen is None:
         seen = f"NOTHING by {r.seen_by}"
     elif r.mismatches:
@@ -129,5 +132,6 @@ def _conclude(results: list[Result]) -> int:
         for failure in r.failures:
             say(f"{r.drill} {r.variant}: the black box itself failed: {failure}")
     exact = sum(r.is_exact for r in ran)
-    say(f"{exact} of {len(ran)} origins exact, {sum(r.twin is None for r in ran)} of {len(ran)} twins silent")
+    silent = sum(r.twin is None and not r.failures for r in ran)
+    say(f"{exact} of {len(ran)} origins exact, {silent} of {len(ran)} twins silent")
     return EXIT_OK if exact == len(ran) else EXIT_FIRE

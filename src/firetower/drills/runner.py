@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count, islice
 
 import torch
@@ -107,8 +107,17 @@ def observe(case: Case, variant: Variant) -> list[Observation]:
 
     `investigate` looks for the op only when a module's output or the result is bad: not where that is hidden.
     """
-    seen = [_watch(case, variant.level)]
-    return seen if variant.level == "layers" or variant.is_hidden else [*seen, _investigate(case)]
+    seen = [_guarded("attach", lambda: _watch(case, variant.level))]
+    if variant.level == "ops" and not variant.is_hidden:
+        seen.append(_guarded("investigate", lambda: _investigate(case)))
+    return seen
+
+
+def _guarded(by: str, look: Callable[[], Observation]) -> Observation:
+    try:
+        return look()
+    except Exception as e:  # noqa: BLE001 - a board tells of every drill, those that break the black box too
+        return Observation(by=by, origin=None, failures=(f"{type(e).__name__}: {e}",))
 
 
 def _watch(case: Case, level: Level) -> Observation:

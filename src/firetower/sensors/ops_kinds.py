@@ -78,8 +78,8 @@ _SHAPE_ONLY = _words(
 )
 _METADATA_ONLY = _words(
     """
-    _conj as_strided_ conj detach_ lift_fresh rename_ requires_grad_ set_ squeeze_ swapaxes_ swapdims_ t_ transpose_
-    unsqueeze_ _unsafe_view
+    _conj as_strided_ conj detach_ lift_fresh rename_ requires_grad_ set_ squeeze_ swapaxes_ swapdims_ t_
+    transpose_ unsqueeze_ _unsafe_view
     """
 )
 """Packets that give a tensor another shape or storage and write no element, whatever their schema says."""

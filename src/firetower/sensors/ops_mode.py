@@ -168,7 +168,7 @@ class OpsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         index = self.num_ops
         self.num_ops += 1
         try:
-            with _quiet():
+            with quiet():
                 self._observe(info, index, args, kwargs, out, before)
         except Exception as e:  # noqa: BLE001 - our failure must not stop inference; it is counted and shown
             self._failed(e)
@@ -176,7 +176,7 @@ class OpsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _snapshot(self, info: OpInfo, args: Any, kwargs: Any) -> Snapshots | None:
         def take() -> Snapshots:
-            with _quiet():
+            with quiet():
                 return snapshot(info, args, kwargs)
 
         kept: Snapshots | None = self._guarded(take)
@@ -272,7 +272,7 @@ class OpsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 entry.unwritten = None if entry.bad or entry.legal or entry.pending else entry.unwritten
 
     def _check_output(self, output: Any) -> None:
-        with _quiet():
+        with quiet():
             for number, x in enumerate(_top_tensors(output)):
                 if not readable(x):
                     continue
@@ -295,8 +295,8 @@ class OpsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             _logger.warning("firetower: op-level sensing failed and goes on without: %s", self.last_failure)
 
 
-def _quiet() -> AbstractContextManager[Any]:
-    """Hides our own reads from other modes that the user has on."""
+def quiet() -> AbstractContextManager[Any]:
+    """Hides our own reads from every dispatch and function mode that is on, this one and the user's."""
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         stack = contextlib.ExitStack()
         stack.enter_context(torch._C._DisableTorchDispatch())

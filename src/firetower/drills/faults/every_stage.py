@@ -15,6 +15,7 @@ _PARAMETERS = {
     "ple": "{layer}.ple.ple_embedding.ngram_embedding.weight",
     "conv_state": "{layer}.linear_attn.in_proj_qkv.weight",
     "recurrent_state": "{layer}.linear_attn.A_log",
+    "query": "{layer}.self_attn.q_norm.weight",
     "kv": "{layer}.self_attn.v_proj.weight",
     "attention": "{layer}.linear_attn.out_proj.weight",
     "gate": "{layer}.mlp.shared_expert.gate_proj.weight",
@@ -33,7 +34,7 @@ _MODULES = {
 }
 """Stages that no parameter of their own feeds: the module whose result is written wrong."""
 
-_LAYERS = {"input": (0,), "ple": (0,), "conv_state": (0, 1, 2), "recurrent_state": (0, 1, 2), "kv": (3,)}
+_LAYERS = {"input": (0,), "ple": (0,), "conv_state": (0, 1, 2), "recurrent_state": (0, 1, 2), "query": (3,), "kv": (3,)}
 _LARGE = 64.0
 
 
