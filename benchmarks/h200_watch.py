@@ -26,7 +26,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 BAR, GOAL = 1.05, 1.02
-MAX_CACHE_LEN, NUM_PROMPT = 256, 32
+# the cache must be longer than all replays together: each moves the position on
+MAX_CACHE_LEN, NUM_PROMPT = 1024, 32
 
 
 def load_checks() -> ModuleType:

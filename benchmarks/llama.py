@@ -65,7 +65,7 @@ def main() -> int:
         sensor = EvalSensor(session.ggml, WeightReader(session.ggml, None), level=args.level)
         prompt = session.tokenize(PROMPT)
         total = len(prompt) + (args.rounds + 1) * args.tokens
-        with session.context(total, None) as bare, session.context(total, sensor) as watched:
+        with session.context(total, None) as bare, session.context(total, sensor.callback) as watched:
             sides = [Side(watched, sensor), Side(bare, None)]
             with_ms, without_ms = measure(sides, prompt, args.rounds, args.tokens)
         if sensor.num_errors or sensor.num_bad or not sensor.num_checked:

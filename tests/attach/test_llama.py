@@ -47,6 +47,7 @@ from firetower.core.records import Kind, Legal, Phase, Status
 TYPE_IDS = {"f4": 0, "f2": 1, "i4": 26, "i8": 27, "f8": 28}
 TYPE_NAMES = {0: "f32", 1: "f16", 3: "q4_1", 26: "i32", 27: "i64", 28: "f64", 30: "bf16"}
 HOST, DEVICE, REPACKED = 0x10, 0x20, 0x30
+Callback = Callable[[int, bool, object], bool]
 F32, F16, F64, BF16 = (FLOAT_TYPES[i] for i in (0, 1, 28, 30))
 
 
@@ -113,14 +114,15 @@ def sensor_for(ggml: FakeGgml, level: Any = "full", **options: Any) -> EvalSenso
     return sensor
 
 
-def run_graph(sensor: EvalSensor, graph: Sequence[GgmlTensor]) -> list[str]:
+def run_graph(sensor: EvalSensor | Callback, graph: Sequence[GgmlTensor]) -> list[str]:
     """Play the graph as ggml's scheduler does; returns the names of the tensors handed over."""
     seen = []
+    callback = sensor.callback if isinstance(sensor, EvalSensor) else sensor
     for t in graph:
         address = ctypes.addressof(t)
-        if sensor(address, True):
+        if callback(address, True, None):
             seen.append(t.name.decode())
-            if not sensor(address, False):
+            if not callback(address, False, None):
                 break
     return seen
 
@@ -263,6 +265,31 @@ def test_filtered_wants_layer_outputs_only_and_full_skips_views() -> None:
     graph = mlp_graph(ggml, f32([1, 2], [3, 4]), f32([1, 1], [2, 2]))
     assert run_graph(sensor_for(ggml, "filtered"), graph) == ["l_out-12", "result_output"]
     assert run_graph(sensor_for(ggml), graph) == ["ffn_swiglu-12", "ffn_out-12", "l_out-12", "result_output"]
+
+
+def test_memory_seen_before_is_checked_again_in_every_step() -> None:
+    ggml = FakeGgml()
+    sensor = sensor_for(ggml)
+    values = f32([1, 2], [3, 4])
+    t = ggml.tensor("l_out-4", values, "ADD")
+    for step in range(3):
+        sensor.begin_step(Step(index=step, phase=Phase.DECODE, first_position=step, num_tokens=2))
+        run_graph(sensor, [t])
+    assert (sensor.burn, sensor.num_checked) == (None, 3)
+    values[1, 1] = np.inf
+    run_graph(sensor, [t])
+    assert sensor.burn is not None
+    assert (sensor.burn.first.row, sensor.burn.first.column, sensor.num_checked) == (1, 1, 4)
+
+
+def test_memory_seen_before_is_not_confused_with_another_shape_or_type_there() -> None:
+    ggml = FakeGgml()
+    sensor = sensor_for(ggml)
+    values = f32([1, 2], [3, np.inf])
+    for view in (values[:1], values[:1].view("f2"), values[:1], values):
+        run_graph(sensor, [ggml.tensor("l_out-4", view, "ADD")])
+    assert sensor.burn is not None
+    assert sensor.burn.checked.shape == (1, 1, 2, 2)
 
 
 def test_a_bad_weight_is_told_from_a_bad_activation() -> None:
@@ -594,14 +621,14 @@ class FakeSession:
     def __exit__(self, *error: object) -> None:
         pass
 
-    def context(self, num_tokens: int, sensor: EvalSensor | None) -> Any:
+    def context(self, num_tokens: int, callback: Callback | None) -> Any:
         fed: list[tuple[int, ...]] = []
         self.fed.append(fed)
 
         def decode(tokens: tuple[int, ...]) -> None:
             fed.append(tuple(tokens))
-            if sensor is not None:
-                run_graph(sensor, self.graph_of(len(fed) - 1))
+            if callback is not None:
+                run_graph(callback, self.graph_of(len(fed) - 1))
 
         context = SimpleNamespace(decode=decode, greedy=lambda num_vocab: 99 + len(fed))
         return _Managed(context)

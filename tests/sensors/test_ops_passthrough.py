@@ -152,6 +152,31 @@ def test_compiled_modules_run_and_are_checked_op_by_op() -> None:
     assert mode.origin.op == "aten.log.default"
 
 
+def test_flex_attention_runs(recwarn: pytest.WarningsRecorder) -> None:
+    from types import SimpleNamespace
+
+    from torch.nn.attention.flex_attention import flex_attention
+
+    class Flex(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = SimpleNamespace(_attn_implementation="flex_attention")
+
+        def forward(self, q: Tensor) -> Tensor:
+            out = flex_attention(q, q, q)
+            assert isinstance(out, Tensor)
+            return out / 0
+
+    torch._dynamo.reset()
+    model, q = Flex(), torch.randn(1, 2, 16, 8)
+    bare = model(q)
+    with OpsMode(model) as mode:
+        assert torch.equal(model(q), bare)
+    assert mode.failures == 0
+    assert mode.origin is not None
+    assert mode.origin.op == "aten.div.Tensor"
+
+
 class TestModuleStack:
     """Which module runs, and no hooks left behind."""
 

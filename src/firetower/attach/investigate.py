@@ -22,7 +22,7 @@ from firetower.fires.safe import SafeStore
 from firetower.fires.store import Store
 from firetower.sensors.check import Frame, first_bad
 from firetower.sensors.ops_events import Cause, LaunderEvent, OpEvent
-from firetower.sensors.ops_mode import OpsMode
+from firetower.sensors.ops_mode import OpsMode, quiet
 from firetower.sensors.ops_names import tensors_under
 from firetower.sensors.ops_values import plain, readable
 from firetower.sensors.summary import summarize
@@ -203,7 +203,8 @@ class _OpRun:
             self.mode.check_output(self.result)
 
     def _begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self._calls.append((self.mode.num_ops, Call.begin(args, kwargs)))
+        with quiet():
+            self._calls.append((self.mode.num_ops, Call.begin(args, kwargs)))
         self.mode.note_inputs(args, {**kwargs, **{n: v for n, v in self._named.items() if n not in kwargs}})
 
     def _frame(self) -> Frame | None:
@@ -242,11 +243,11 @@ def _conclude(
         step, call = run.step_of(origin)
         fire = fire_of_event(origin, run.mode, first, fn, weights, tuple(notes), step, call)
     elif first.is_bad and first.fires:
-        fire = dataclasses.replace(
-            first.fires[0], source="investigate", notes=(*first.fires[0].notes, *notes)
-        )
+        seen = first.fires[0]
+        all_notes = (*seen.notes, CLEAN_SECOND_RUN, *notes)
+        fire = dataclasses.replace(seen, source="investigate", notes=all_notes)
     elif first.is_bad:
-        fire = fire_of_output(first, fn, tuple(notes))
+        fire = fire_of_output(first, fn, (CLEAN_SECOND_RUN, *notes))
     if fire is not None:
         notes += _store(fire, store)
     culprit = origin.culprit if origin is not None else (CLEAN_SECOND_RUN if fire is not None else "")
@@ -281,7 +282,7 @@ def _store(fire: Fire, target: Store | str | Path | Literal[False] | None) -> li
 
 def _findings(run: _OpRun, first: FirstRun) -> Iterator[str]:
     if run.mode.origin is None and first.is_bad:
-        yield f"{CLEAN_SECOND_RUN}; run it several times to learn its rate"
+        yield "run the call several times to learn how often it burns"
     if run.mode.origin is None and not first.is_bad and (first.fires or first.bad_output):
         yield "the -Inf that the first run saw is legal: an op wrote it on purpose, and none made harm of it"
     if first.error != run.error:

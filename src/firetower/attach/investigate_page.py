@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from firetower.core.records import BadValue, Kind, TensorSummary
+from firetower.core.records import BadValue, TensorSummary
+from firetower.sensors.ops_events import KIND_NAMES
 
 if TYPE_CHECKING:
     from firetower.attach.investigate import Investigation
     from firetower.sensors.ops_events import OpEvent
 
-_KINDS = {Kind.NAN: "NaN", Kind.POS_INF: "+Inf", Kind.NEG_INF: "-Inf"}
 _MAX_LINES = 6
 
 
@@ -24,7 +24,7 @@ def _headline(found: Investigation) -> str:
     if found.origin is not None:
         e = found.origin
         where = f" in {e.module}" if e.module else ""
-        return f"Burned: {_KINDS[e.first.kind]} begins at {e.op}{where} ({_stage(e)})"
+        return f"Burned: {KIND_NAMES[e.first.kind]} begins at {e.op}{where}{_stage(e)}"
     if found.burned:
         return "Burned once: the second run, from the same state and random streams, was clean"
     if found.error is not None:
@@ -35,7 +35,9 @@ def _headline(found: Investigation) -> str:
 
 
 def _stage(event: OpEvent) -> str:
-    return event.stage if event.layer is None else f"layer {event.layer} {event.stage}"
+    layer = [] if event.layer is None else [f"layer {event.layer}"]
+    stage = [] if event.stage == "op" else [event.stage]
+    return f" ({' '.join(layer + stage)})" if layer or stage else ""
 
 
 def _lines(found: Investigation) -> Iterator[tuple[str, str]]:
@@ -96,7 +98,7 @@ def _run_lines(found: Investigation) -> Iterator[tuple[str, str]]:
     first, second = found.first_run, found.second_run
     seen = [f"{f.origin.name} ({f.origin.module or 'model'})" for f in first.fires]
     if first.bad_output is not None:
-        seen.append(f"{_KINDS[first.bad_output[1].kind]} in {first.bad_output[0]}")
+        seen.append(f"{KIND_NAMES[first.bad_output[1].kind]} in {first.bad_output[0]}")
     if first.error is not None:
         seen.append(first.error)
     yield "first run", "bad at " + "; ".join(seen) if seen else f"clean, {first.num_modules} modules watched"

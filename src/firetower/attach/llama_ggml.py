@@ -57,7 +57,13 @@ class GgmlTensor(ctypes.Structure):
     )
 
 
-NAME_OFFSET: int = GgmlTensor.name.offset  # type: ignore[attr-defined]
+def offset_of(field: str) -> int:
+    """Bytes from the start of the struct to ``field``."""
+    offset: int = getattr(GgmlTensor, field).offset
+    return offset
+
+
+NAME_OFFSET = offset_of("name")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,12 +146,15 @@ class GgmlBase:
         return base
 
     def op_name(self, address: int) -> str:
+        """Name of the op that computes the tensor."""
         return _text(self._lib.ggml_op_desc(address))
 
     def buffer_name(self, buffer: int | None) -> str:
+        """Name of a backend buffer; empty for none."""
         return _text(self._lib.ggml_backend_buffer_name(buffer)) if buffer else ""
 
     def is_host(self, buffer: int | None) -> bool:
+        """True for host memory in ggml's plain layout."""
         # repacked and AMX buffers are host memory, but in an interleaved layout that is nobody else's
         # business
         name = self.buffer_name(buffer)
@@ -153,11 +162,13 @@ class GgmlBase:
         return plain and bool(self._lib.ggml_backend_buffer_is_host(buffer))
 
     def read(self, address: int, num_bytes: int) -> bytes:
+        """Copy bytes from the start of a tensor's data, wherever it lies."""
         out = ctypes.create_string_buffer(num_bytes)
         self._lib.ggml_backend_tensor_get(address, out, 0, num_bytes)
         return out.raw
 
     def type_name(self, type_id: int) -> str:
+        """ggml's name of a type."""
         return _text(self._lib.ggml_type_name(type_id))
 
 

@@ -45,7 +45,8 @@ class LlamaRun:
     ) -> None:
         """Generate greedily until the model ends, ``max_tokens`` are there, or the sensor burns."""
         utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        with self._session.context(len(self.prompt_ids) + max_tokens, self._sensor) as context:
+        callback = None if self._sensor is None else self._sensor.callback
+        with self._session.context(len(self.prompt_ids) + max_tokens, callback) as context:
             for start in range(0, len(self.prompt_ids), ubatch_size):
                 if not self._step(context, Phase.PREFILL, self.prompt_ids[start : start + ubatch_size]):
                     return
@@ -62,7 +63,7 @@ class LlamaRun:
     def replay(self, plan: list[tuple[Phase, tuple[int, ...]]], *, full_from: int) -> None:
         """Feed the steps of ``plan`` again; all tensors watched from step ``full_from`` on, none before."""
         assert self._sensor is not None
-        with self._session.context(sum(len(tokens) for _, tokens in plan), self._sensor) as context:
+        with self._session.context(sum(len(t) for _, t in plan), self._sensor.callback) as context:
             for index, (phase, tokens) in enumerate(plan):
                 self._sensor.level = "full" if index >= full_from else "off"
                 if not self._step(context, phase, tokens):

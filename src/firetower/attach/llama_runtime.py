@@ -214,7 +214,7 @@ class LlamaContext:
         params.n_threads = params.n_threads_batch = options.num_threads or default_num_threads()
         params.flash_attn_type = FLASH_ATTENTION[options.flash_attention]
         # the C side keeps a bare pointer: this reference must outlive the context
-        self._callback = lib.ggml_backend_sched_eval_callback(callback) if callback is not None else None
+        self._callback = None if callback is None else lib.ggml_backend_sched_eval_callback(callback)
         if self._callback is not None:
             params.cb_eval, params.cb_eval_user_data = self._callback, None
         self._context = lib.llama_init_from_model(model, params)

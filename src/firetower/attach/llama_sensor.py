@@ -10,6 +10,7 @@ import ctypes
 import dataclasses
 from collections import Counter
 from collections.abc import Callable
+from ctypes import string_at
 from typing import Any, Literal
 
 import numpy as np
@@ -26,6 +27,7 @@ from firetower.attach.llama_ggml import (
     first_bad,
     is_finite,
     name_of,
+    offset_of,
     summarise,
     widen,
 )
@@ -43,6 +45,9 @@ graph: more of them would cost more and, before the rerun, tell little more.
 """
 MAX_BAD_SIGNALS = 64
 _PREFIX_BYTES = max(map(len, FILTERED))
+_OP_END, _DATA_OFFSET = offset_of("op_params"), offset_of("data")
+_HEADER_BYTES = _DATA_OFFSET + ctypes.sizeof(ctypes.c_void_p)
+_MAX_WINDOWS = 4096
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +93,7 @@ class Burn:
 
 
 class EvalSensor:
-    """Callable for ``cb_eval``; `begin_step` before each decode, then `burn` and the counters after it.
+    """Holds the `callback` for ``cb_eval``; `begin_step` comes before each decode, `burn` and counters after.
 
     Args:
         ggml: access to tensor memory and names.
@@ -130,6 +135,7 @@ class EvalSensor:
         self._sources = SourceReader(ggml, weights, self._states)
         self._neg_inf: set[int] = set()
         self._view_ops: dict[int, bool] = {}
+        self._windows: dict[tuple[bytes, bytes], NDArray[Any]] = {}
 
     def begin_step(self, step: Step) -> None:
         """Say what the coming decode computes; forgets the tensors of the step before."""
@@ -137,18 +143,20 @@ class EvalSensor:
         self._states.clear()
         self._neg_inf.clear()
 
-    def __call__(self, address: int, ask: bool, user_data: object = None) -> bool:
+    def callback(self, address: int, ask: bool, user_data: object = None) -> bool:
         """The callback. Returns whether the tensor is wanted (``ask``), or whether to go on computing."""
+        # runs about a thousand times a token, nearly always to say no: at level filtered one read decides
         try:
-            if self.interrupt is not None:
-                return False
             if ask:
-                return self._wants(address)
-            self._check(address)
+                if self.level == "filtered":
+                    return string_at(address + NAME_OFFSET, _PREFIX_BYTES).startswith(FILTERED)
+                return self.level == "full" and self._computes(address)
+            if not self._is_known_clean(address):
+                self._check(address)
         except Exception as e:  # noqa: BLE001 - must not unwind through C; it is counted and reported
             self._count_error(e)
         except BaseException as e:  # noqa: BLE001 - Ctrl-C: stop computing; raised again after decode
-            self.interrupt = e
+            self.interrupt, self.level = e, "off"
             return False
         return not ask
 
@@ -157,17 +165,32 @@ class EvalSensor:
         if self.first_error is None:
             self.first_error = f"{type(error).__name__}: {error}"
 
-    def _wants(self, address: int) -> bool:
-        # runs about a thousand times a token: one string read at level filtered, nothing more
-        if self.level == "filtered":
-            return ctypes.string_at(address + NAME_OFFSET, _PREFIX_BYTES).startswith(FILTERED)
-        if self.level == "off":
-            return False
+    def _computes(self, address: int) -> bool:
         op = GgmlTensor.from_address(address).op
         is_view = self._view_ops.get(op)
         if is_view is None:
             is_view = self._view_ops[op] = self._ggml.op_name(address) in VIEW_OPS
         return not is_view
+
+    def _is_known_clean(self, address: int) -> bool:
+        """The quick way for a tensor that lies where one was checked before: one pass over its values."""
+        if self.burn is not None or self._on_tensor is not None:
+            return False
+        header = string_at(address, _HEADER_BYTES)
+        window = self._windows.get((header[:_OP_END], header[_DATA_OFFSET:]))
+        if window is None or not np.isfinite(window).all():
+            return False
+        self.num_checked += 1
+        self._states[address] = False
+        return True
+
+    def _keep_window(self, address: int, bits: NDArray[Any], float_dtype: str) -> None:
+        # type, buffer, shape, strides, op and data say all that decides where the values are and how they are
+        # read; the memory is only looked at when llama.cpp has just handed in a tensor that lies there
+        if len(self._windows) >= _MAX_WINDOWS:
+            self._windows.clear()
+        header = string_at(address, _HEADER_BYTES)
+        self._windows[header[:_OP_END], header[_DATA_OFFSET:]] = bits.view(float_dtype)
 
     def _check(self, address: int) -> None:
         tensor = GgmlTensor.from_address(address)
@@ -186,6 +209,8 @@ class EvalSensor:
             clean = is_finite(bits, kind, allow_neg_inf=True)
         self.num_checked += 1
         self._states[address] = not clean
+        if clean and rows is None and kind.float_dtype is not None and self._ggml.is_host(tensor.buffer):
+            self._keep_window(address, bits, kind.float_dtype)
         if not clean:
             self._record_bad(tensor, address, bits, rows)
         elif self._on_tensor is not None:

@@ -44,6 +44,10 @@ class TraceError(FiretowerError):
     """A foreign runtime that cannot be traced."""
 
 
+class StatsError(FiretowerError, ValueError):
+    """Counts or rates that no statistic can be made of."""
+
+
 class MissingExtraError(FiretowerError, ImportError):
     """An optional dependency is not installed; the message names the extra to install."""
 

@@ -1,4 +1,4 @@
-"""The verdict on a fire: class of cause, the evidence for it, its rivals, and the test that would refute it."""
+"""The verdict on a fire: class of cause, evidence, rivals, and the test that would refute it."""
 
 from __future__ import annotations
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 from enum import StrEnum
 
-from firetower.core.records import BadValue, Signal, TensorSummary
+from firetower.core.records import BadValue, Kind, Signal, TensorSummary
+
+KIND_NAMES = {Kind.NAN: "NaN", Kind.POS_INF: "+Inf", Kind.NEG_INF: "-Inf"}
+"""How people write the classes."""
 
 
 class Cause(StrEnum):
@@ -119,4 +122,5 @@ class LaunderEvent:
     def __str__(self) -> str:
         where = f" in {self.module}" if self.module else ""
         times = f", {self.count} times" if self.count > 1 else ""
-        return f"{self.op}{where} at {self.source}: a {self.first.kind} went in, nothing bad came out{times}"
+        kind = KIND_NAMES[self.first.kind]
+        return f"{self.op}{where} at {self.source}: {kind} went in, nothing bad came out{times}"

@@ -83,6 +83,9 @@ class OpsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._report = Report(self.stack)
         self._judge = Judge(self._table, self._report, lambda x: self._owners.of(x, self.stack.roots))
         self._depth = 0
+        if model is not None and _uses_flex_attention(model):
+            # flex attention must be compiled, and torch compiles nothing under a mode that looks inside
+            self.ignore_compile_internals = lambda: True  # type: ignore[method-assign]
 
     @property
     def events(self) -> list[OpEvent]:
@@ -293,6 +296,11 @@ class OpsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.last_failure = f"{type(error).__name__}: {error}"
         if self.failures == 1:
             _logger.warning("firetower: op-level sensing failed and goes on without: %s", self.last_failure)
+
+
+def _uses_flex_attention(model: nn.Module) -> bool:
+    configs = (getattr(m, "config", None) for m in model.modules())
+    return any(getattr(c, "_attn_implementation", None) == "flex_attention" for c in configs)
 
 
 def quiet() -> AbstractContextManager[Any]:

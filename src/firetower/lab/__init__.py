@@ -1,0 +1,1 @@
+"""The lab: replay campaigns, statistics, discriminating tests, verdicts."""
