@@ -259,3 +259,23 @@ def test_ambient_modes_hold_in_both_runs(ctx: Any) -> None:
 def test_not_callable_is_refused() -> None:
     with pytest.raises(firetower.FiretowerError, match="fn_or_model=int"):
         firetower.investigate(3)  # type: ignore[arg-type]
+
+
+def test_an_inf_that_no_op_minds_is_named_where_a_signal_saw_it() -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Linear(4, 4)
+            self.value = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.gate(x).sigmoid() * self.value(x)
+
+    model = Gated()
+    model.gate.register_forward_hook(lambda _m, _a, out: out.index_fill_(1, torch.tensor([2]), INF))
+    found = look(model, torch.ones(3, 4))
+    assert found.first_run.fires[0].origin.module == "gate"
+    assert found.origin is not None
+    assert (found.origin.op, found.origin.cause) == ("aten.index_fill_.int_Scalar", Cause.CONSTANT)
+    assert found.origin.seen_at == "signal gate"
+    assert found.origin.first.column == 2

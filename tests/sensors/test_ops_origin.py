@@ -182,6 +182,18 @@ def test_a_plus_inf_fill_is_silent_until_it_does_damage(write: Callable[[Tensor]
     assert found.cause is Cause.CONSTANT
 
 
+def test_a_plus_inf_that_turned_negative_is_still_its_writers() -> None:
+    def fn() -> Tensor:
+        up = torch.ones(2, 4)
+        up[1, 2] = INF
+        product = torch.full((2, 4), -0.5) * up
+        return product @ torch.tensor([[1.0], [1.0], [-1.0], [1.0]])
+
+    found = origin(fn)
+    assert (found.op, found.cause, found.seen_at) == ("aten.copy_.default", Cause.CONSTANT, "aten.mm.default")
+    assert (found.first.row, found.first.column) == (1, 2)
+
+
 def test_a_plus_inf_that_leaves_the_model_names_its_writer() -> None:
     class Writes(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -286,3 +286,39 @@ def test_dynamic_lengths_do_not_fix_the_geometry(fresh_dynamo):
         assert reading.origin is not None
         assert reading.origin.shape == (2, num_tokens, 16)
         assert reading.origin.flat_index == 16 * (2 * num_tokens - 1)
+
+
+def test_a_tensor_written_in_place_before_the_flush_is_told_not_taken_for_clean():
+    panel = Panel(num_rows=2)
+    kept, written = panel.declare(), panel.declare()
+    panel.freeze(["cpu"])
+    panel.reset(2, 3)
+    x, y = torch.ones(2, 3, 4), torch.ones(2, 3, 4)
+    panel.mark(kept, x, num_sequences=2, num_tokens=3)
+    panel.mark(written, y, num_sequences=2, num_tokens=3)
+    y[0, 0, 0] = float("nan")
+    reading = panel.read()
+    assert reading.ran == (True, False)
+    assert panel.overwritten == {written}
+
+
+def test_an_inference_tensor_is_marked_at_once():
+    panel = Panel(num_rows=2)
+    slot = panel.declare()
+    panel.freeze(["cpu"])
+    panel.reset(1, 1)
+    with torch.inference_mode():
+        x = torch.ones(1, 1, 4)
+        panel.mark(slot, x, num_sequences=1, num_tokens=1)
+        x[0, 0, 2] = float("nan")
+    assert panel.read().is_clean
+
+
+def test_marks_of_a_step_cut_short_do_not_reach_the_next():
+    panel = Panel(num_rows=2)
+    slot = panel.declare()
+    panel.freeze(["cpu"])
+    panel.reset(1, 1)
+    panel.mark(slot, torch.full((1, 1, 4), float("nan")), num_sequences=1, num_tokens=1)
+    panel.reset(1, 1)
+    assert panel.read().ran == (False,)

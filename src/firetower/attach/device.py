@@ -101,6 +101,12 @@ class DevicePanels:
             self.reasons[slot] = reason
         self.in_use = True
 
+    def flush(self) -> None:
+        """Send the marks of an eager step; recorded, if a graph is being captured."""
+        self.panel.flush()
+        for word in self.panel.overwritten:
+            self.reasons[self._tap_of[word]] = "written in place before the device could check it"
+
     @property
     def should_read(self) -> bool:
         """Whether this step may have left something in the panel that can be copied now."""

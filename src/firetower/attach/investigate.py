@@ -144,7 +144,7 @@ def investigate(
     if state.modules and not first.is_suspicious:
         return Investigation(burned=False, first_run=first, result=result)
     state.restore()
-    run = _OpRun(call, state.modules, named)
+    run = _OpRun(call, state.modules, named, first)
     return _conclude(run, first, result, state, fn_or_model, firetower_store)
 
 
@@ -186,7 +186,9 @@ def _bad_output(result: Any) -> tuple[str, BadValue, TensorSummary] | None:
 class _OpRun:
     """The second run: every op checked, with the calls of the model in it."""
 
-    def __init__(self, call: Callable[[], Any], modules: list[nn.Module], named: Mapping[str, Any]) -> None:
+    def __init__(
+        self, call: Callable[[], Any], modules: list[nn.Module], named: Mapping[str, Any], first: FirstRun
+    ) -> None:
         self.mode = OpsMode(modules[0] if len(modules) == 1 else None)
         self.root = modules[0] if len(modules) == 1 else None
         self.error: str | None = None
@@ -195,6 +197,8 @@ class _OpRun:
         self.mode.stack.on_root_call = self._begin
         self.mode.frame = self._frame
         self.mode.note_inputs((), named)
+        # a +Inf that is harmless to the ops that read it, a gate's say, was bad where the first run saw it
+        self.mode.watch_signals(f.origin.module for f in first.fires)
         with self.mode:
             try:
                 self.result = call()

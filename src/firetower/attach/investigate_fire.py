@@ -50,7 +50,6 @@ def fire_of_event(
         step: which call of the model the origin belongs to, from 0.
         call: that call's arguments.
     """
-    events = sorted(mode.events, key=lambda e: e is not origin)[:MAX_BAD_SIGNALS]
     seen = f"seen at {origin.seen_at}" if origin.seen_at else None
     seen_first = first_run.fires[0] if first_run.fires else None
     return Fire(
@@ -65,7 +64,7 @@ def fire_of_event(
         origin=origin.signal,
         first=origin.first,
         outcome=Outcome.RECORDED,
-        bad_signals=tuple(SignalReading(signal=e.signal, status=Status.BAD, first=e.first) for e in events),
+        bad_signals=_bad_signals(mode, origin),
         burned=() if seen_first is None else seen_first.burned,
         coverage=(mode.num_checked, mode.num_checked + sum(mode.not_covered.values())),
         pad_before_real=seen_first is not None and seen_first.pad_before_real,
@@ -75,13 +74,22 @@ def fire_of_event(
         weights=weights,
         notes=tuple(n for n in (origin.culprit, seen, *origin.notes, *notes) if n),
         token_ids=None if call is None else call.token_ids(origin.first.sequence),
-        extra={
-            "num_ops": mode.num_ops,
-            "num_bad_ops": mode.num_events,
-            "first_run": None if seen_first is None else seen_first.origin.name,
-            "laundered_by": [str(e) for e in mode.laundered[:8]],
-        },
+        extra=_extra(mode, seen_first),
     )
+
+
+def _bad_signals(mode: OpsMode, origin: OpEvent) -> tuple[SignalReading, ...]:
+    events = sorted(mode.events, key=lambda e: e is not origin)[:MAX_BAD_SIGNALS]
+    return tuple(SignalReading(signal=e.signal, status=Status.BAD, first=e.first) for e in events)
+
+
+def _extra(mode: OpsMode, seen_first: Fire | None) -> dict[str, Any]:
+    return {
+        "num_ops": mode.num_ops,
+        "num_bad_ops": mode.num_events,
+        "first_run": None if seen_first is None else seen_first.origin.name,
+        "laundered_by": [str(e) for e in mode.laundered[:8]],
+    }
 
 
 def fire_of_output(first_run: FirstRun, fn: Any, notes: tuple[str, ...]) -> Fire:

@@ -219,6 +219,8 @@ class Watch:
             self._last, self._last_reading = step, None
             if self._ops:
                 self._ops.end(output)
+            if self._device.in_use:
+                self._device.flush()
             if self._device.should_read:
                 self._pending = self._device.snapshot()
             if self._pending is None or self.on_fire == "raise":

@@ -28,6 +28,10 @@ class StoreError(FiretowerError):
     """The fires store cannot be opened, read or written; it was left as it was."""
 
 
+class CaptureError(FiretowerError, ValueError):
+    """A capture that cannot be frozen, written, read or trusted."""
+
+
 class ScanError(FiretowerError):
     """A weight file that cannot be scanned at all."""
 

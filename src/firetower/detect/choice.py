@@ -43,11 +43,9 @@ class Choice:
                 stream = self._new_text(event.field)
             is_changed = stream is not None and stream.push(event.text)
         if event.token_ids:
-            self._tokens.push(event.token_ids)
-            is_changed = True
+            is_changed |= self._tokens.push(event.token_ids)
         if event.logprobs:
-            self._logprobs.push(event.logprobs, event.top_logprobs)
-            is_changed = True
+            is_changed |= self._logprobs.push(event.logprobs, event.top_logprobs)
         if event.finish_reason is not None:
             self._finish_reason = event.finish_reason
         return is_changed
@@ -116,10 +114,10 @@ class Choice:
             return "and " + ", ".join(signs)
         if episode.is_special:
             return "and the piece is the text of a special token"
-        # small healthy models loop over passages until the limit; one character or token until the limit is another thing
-        is_run = episode.kind is not FindingKind.LOOP
-        long_enough = episode.warns or (episode.kind is FindingKind.TOKEN_RUN)
-        if self._is_finished and is_run and long_enough and episode.is_open and self._finish_reason in _CUT:
+        # healthy small models loop over words until the limit; one glyph or token until then is another thing
+        is_token = episode.kind is FindingKind.TOKEN_RUN
+        is_long_run = is_token or (episode.is_one_glyph and episode.warns)
+        if self._is_finished and is_long_run and episode.is_open and self._finish_reason in _CUT:
             return "and it went on until the token limit"
         return None
 
@@ -138,13 +136,13 @@ class Choice:
 
     def _token_findings(self, signs: list[str]) -> Iterator[Finding]:
         if (outside := self._tokens.outside) is not None:
-            reason = f"token id {outside[1]} is outside the vocabulary: {self._tokens.num_outside:,} such tokens"
-            yield self._token_finding(
-                FindingKind.TOKEN_EDGE, Severity.FIRE, reason, outside[0], self._tokens.num_outside
-            )
+            count = self._tokens.num_outside
+            reason = f"token id {outside[1]} is outside the vocabulary: {count:,} such tokens"
+            yield self._token_finding(FindingKind.TOKEN_EDGE, Severity.FIRE, reason, outside[0], count)
         for e in self._tokens.episodes.all():
             if e.kind is not FindingKind.TOKEN_RUN:
-                meaning = "what an arg-max over NaN gives" if e.sample == "0" else "the edge of the vocabulary"
+                is_zero = e.kind is FindingKind.TOKEN_ZERO
+                meaning = "what an arg-max over NaN gives" if is_zero else "the edge of the vocabulary"
                 reason = f"token id {e.sample} {e.count:,} times in a row from token {e.start:,}: {meaning}"
                 yield self._token_finding(e.kind, Severity.WARN, reason, e.start, e.count, e.sample)
             elif (rated := self._rated(e, signs)) is not None:
@@ -164,14 +162,14 @@ class Choice:
             name = "NaN" if seen.value is not None and math.isnan(seen.value) else "+inf"
             return Severity.FIRE, f"a logprob is {name}, {place}"
         if kind is FindingKind.LOGPROB_NULL:
-            return Severity.WARN, f"a logprob is null where a token was chosen, {place}: some servers write NaN so"
+            return Severity.WARN, f"a logprob is null, {place}: some servers write NaN so"
         if kind is FindingKind.LOGPROB_ABOVE_ZERO:
             return Severity.WARN, f"a logprob is above 0 ({seen.value:.6g}), {place}: a probability over 1"
         assert seen.value is not None
         if self._logprobs.is_uniform:
             size = math.exp(min(-seen.value, 30.0))
-            reason = f"logprobs are flat at {seen.value:.4f}, as over {size:,.0f} equally likely tokens, {place}"
-            return Severity.FIRE, reason
+            reason = f"logprobs are flat at {seen.value:.4f}, as over {size:,.0f} equally likely tokens"
+            return Severity.FIRE, f"{reason}, {place}"
         return Severity.WARN, f"logprobs stay at {seen.value:.4f}, {place}"
 
     def _judge_empty(self, usage: Usage | None) -> Finding | None:
@@ -181,13 +179,14 @@ class Choice:
             if not tokens and usage.reasoning_tokens:
                 return None  # all of it went into hidden reasoning
         is_cut = self._finish_reason in _CUT
+        severity = Severity.WARN if self._config.hides_reasoning else Severity.FIRE
         if tokens is not None and tokens >= self._config.empty_tokens:
             reason = f"no text in any field, yet {tokens:,} tokens were made"
-            return self._finding(FindingKind.EMPTY, Severity.FIRE, reason, count=tokens)
-        if is_cut and tokens != 0:
+            return self._finding(FindingKind.EMPTY, severity, reason, count=tokens)
+        if is_cut:
             reason = "no text in any field, yet the token limit ended it"
             return self._finding(FindingKind.EMPTY, Severity.WARN, reason)
-        return None
+        return self._finding(FindingKind.EMPTY, Severity.ADVISORY, "no text in any field")
 
     def _finding(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 from firetower.detect.choice import Choice
@@ -12,15 +11,15 @@ from firetower.detect.records import RANK, DetectConfig, Finding, FindingKind, S
 MAX_CHOICES = 128
 """Choices judged in one answer; a server that claims more is told of, once."""
 
-_Key = tuple[FindingKind, int, str, int]
+_Key = tuple[FindingKind, int, str, int, str]
 
 
 class Detector:
     """Judges one answer as it streams in.
 
-    Feed every event in order, then call `finish`. `feed` returns what is new: a finding that rises from warn to
-    fire is returned again. `findings` is the whole list, each at its final severity and count once finished. How
-    the text was cut into events does not change `findings`.
+    Feed every event in order, then call `finish`. `feed` returns what is new: a finding that rises from warn
+    to fire is returned again. `findings` is the whole list, each at its final severity and count once
+    finished. How the text was cut into events does not change `findings`.
 
     Memory is bounded whatever the length: about 8 kB a text and 128 choices of 64 texts at most.
 
@@ -63,7 +62,8 @@ class Detector:
     @property
     def findings(self) -> list[Finding]:
         """Everything found so far: errors first, then by choice, place and kind."""
-        return [*self._errors, *self._limits(), *(f for _, c in sorted(self._choices.items()) for f in c.findings())]
+        by_choice = (f for _, choice in sorted(self._choices.items()) for f in choice.findings())
+        return [*self._errors, *self._limits(), *by_choice]
 
     @property
     def is_fire(self) -> bool:
@@ -104,9 +104,9 @@ class Detector:
     def _news(self, findings: list[Finding]) -> list[Finding]:
         news = []
         for finding in findings:
-            key = (finding.kind, finding.choice, finding.field + finding.reason[:0], finding.position)
+            key = (finding.kind, finding.choice, finding.field, finding.position, finding.sample)
             before = self._told.get(key)
             if before is None or RANK[finding.severity] > RANK[before]:
                 self._told[key] = finding.severity
-                news.append(dataclasses.replace(finding))
+                news.append(finding)
         return news

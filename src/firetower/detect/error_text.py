@@ -1,4 +1,4 @@
-"""What servers say instead of an answer when their numbers went bad. Looked for in errors, never in answers."""
+"""What servers say instead of an answer when their numbers went bad. Looked for in errors only."""
 
 from __future__ import annotations
 

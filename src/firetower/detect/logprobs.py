@@ -1,4 +1,4 @@
-"""Logprobs of one choice: not finite, null, above zero, or flat as over a distribution without information."""
+"""Logprobs of one choice: not finite, null, above zero, or flat."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Seen:
 
 
 class LogprobStream:
-    """The logprobs of one choice; ``seen`` holds the oddities by kind, ``is_uniform`` what the flat one was."""
+    """The logprobs of one choice. ``seen``: the oddities by kind; ``is_uniform``: the flat one is."""
 
     def __init__(self, config: DetectConfig) -> None:
         self.num_tokens = 0
@@ -43,15 +43,18 @@ class LogprobStream:
         self._value = math.nan
         self._same = 0
         self._num_flat_tops = 0
+        self._num_changes = 0
         size = config.vocabulary_size
         self._uniform = None if size is None else -math.log(size)
 
-    def push(self, logprobs: Sequence[float | None], tops: Sequence[Sequence[float | None]]) -> None:
-        """Take the values of tokens in order; ``tops`` may be shorter or empty."""
+    def push(self, logprobs: Sequence[float | None], tops: Sequence[Sequence[float | None]]) -> bool:
+        """Take the values of tokens in order; ``tops`` may be shorter. True when `seen` has something new."""
+        before = self._num_changes
         for i, value in enumerate(logprobs):
             self._take(value)
             self._take_top(tops[i] if i < len(tops) else ())
             self.num_tokens += 1
+        return self._num_changes > before
 
     def _take(self, value: float | None) -> None:
         if value is None:
@@ -102,16 +105,21 @@ class LogprobStream:
         if seen is None:
             position = self.num_tokens - count + 1
             self.seen[FindingKind.LOGPROB_FLAT] = Seen(position, count, value)
+            self._num_changes += 1
         else:
             seen.count = max(seen.count, count)
-        self.is_uniform = self.is_uniform or is_uniform
+        if is_uniform and not self.is_uniform:
+            self.is_uniform = True
+            self._num_changes += 1
 
     def _note(self, kind: FindingKind, value: float | None) -> None:
         seen = self.seen.get(kind)
         if seen is None:
             self.seen[kind] = Seen(self.num_tokens, 1, value)
+            self._num_changes += 1
             return
         seen.count += 1
         if seen.value == -math.inf and value is not None and value != -math.inf:
             # a NaN says more than the -inf seen before it
             seen.position, seen.value = self.num_tokens, value
+            self._num_changes += 1

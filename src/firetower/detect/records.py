@@ -39,7 +39,7 @@ class FindingKind(StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Tokens that the server says it made, over all choices; ``reasoning_tokens`` are the hidden ones of them."""
+    """Tokens that the server says it made, over all choices; ``reasoning_tokens`` of them were hidden."""
 
     completion_tokens: int
     reasoning_tokens: int = 0
@@ -76,10 +76,10 @@ class StreamEvent:
 class Finding:
     """One thing that a healthy answer does not show.
 
-    ``reason`` is one sentence without content of the answer, but for a single repeated character; ``sample`` is
-    the repeated piece itself (at most 80 characters) and private. ``position`` counts characters of ``field``, or
-    tokens of the choice where ``unit`` is ``token``, from 0; -1 where the finding has no place. ``count`` says how
-    many times, where that means something, else 1.
+    ``reason`` is one sentence without content of the answer, but for a single repeated character; ``sample``
+    is the repeated piece itself (at most 80 characters) and private. ``position`` counts characters of
+    ``field``, or tokens of the choice where ``unit`` is ``token``, from 0; -1 where the finding has no place.
+    ``count`` says how many times, where that means something, else 1.
     """
 
     kind: FindingKind
@@ -100,8 +100,8 @@ class DetectConfig:
     Attributes:
         vocabulary_size: of the model, where known; makes ids at the edge and flat logprobs exact.
         fire_repeats: repeats of anything that are a fire without a second sign.
-        run_warn: one character in a row that warns; fill characters (space, ``=``, ``0``, ...) never do below
-            ``fire_repeats``.
+        run_warn: one character in a row that warns; fill characters (space, ``=``, ``0``, ...) never do
+            below ``fire_repeats``.
         run_sign: one character in a row that is a fire together with a second sign.
         token_run_warn: one token id in a row that warns.
         token_run_sign: one token id in a row that is a fire together with a second sign.
@@ -111,6 +111,7 @@ class DetectConfig:
         loop_warn_chars: characters inside one loop (at least 8 repeats) that warn.
         flat_tokens: logprobs in a row on one value that make them flat.
         empty_tokens: tokens spent on an empty answer that make it a fire.
+        hides_reasoning: the server thinks without showing or counting it; an empty answer then only warns.
 
     Raises:
         ConfigError: a limit below 1, or a vocabulary below 2.
@@ -128,10 +129,13 @@ class DetectConfig:
     loop_warn_chars: int = 2048
     flat_tokens: int = 8
     empty_tokens: int = 8
+    hides_reasoning: bool = False
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
+            if isinstance(value, bool):
+                continue
             least = 2 if f.name == "vocabulary_size" else 1
             if value is not None and value < least:
                 raise ConfigError(f"{f.name}={value}: must be at least {least}")

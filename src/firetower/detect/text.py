@@ -1,7 +1,7 @@
 """Repetition in one growing text: a character in a row, and loops of any piece of up to 2,048 characters.
 
-Text is judged in blocks at fixed places, so that how a stream was cut into pieces cannot change what is found.
-The price is a delay of at most one block; the gain is a cost per block, not per character.
+Text is judged in blocks at fixed places, so that how a stream was cut into pieces cannot change what is
+found. The price is a delay of at most one block; the gain is a cost per block, not per character.
 """
 
 from __future__ import annotations
@@ -18,10 +18,17 @@ SAMPLE_CHARS = 80
 MIN_SIGN_REPEATS = 4
 MIN_WARN_REPEATS = 8
 
-_SPECIAL = re.compile(r"(?:<(?:unk|pad|s|/s|bos|eos|mask|\|[^<>|]{1,40}\|)>|\[(?:PAD|UNK|MASK|CLS|SEP)\]|\ufffd)+")
-_DATA_WORDS = re.compile(r"0[xX][0-9a-fA-F]+|true|false|null|NULL|None|nan|NaN|N/A|n/a|</?\w[^<>]{0,80}>|&nbsp;")
-_LETTER = re.compile(r"[^\W\d_]")
-_RUN_INSIDE = re.compile(r"(.)\1{31,}", re.DOTALL)
+SHORT_PERIOD_CHARS = 16
+SHORT_WARN_REPEATS = 128
+"""Loops of pieces this short, about a token each, warn at this many repeats."""
+
+_SPECIAL = re.compile(
+    r"(?:<(?:unk|pad|s|/s|bos|eos|mask|\|[^<>|]{1,40}\|)>|\[(?:PAD|UNK|MASK|CLS|SEP)\]|\ufffd)+"
+)
+_DATA_WORDS = re.compile(
+    r"0[xX][0-9a-fA-F]+|true|false|null|NULL|None|nan|NaN|N/A|n/a|</?\w[^<>]{0,80}>|&nbsp;"
+)
+_DATA_CHARACTERS = FILL_CHARACTERS | set(",;:[](){}<>&$%^`'\"\\")
 
 
 class TextStream:
@@ -34,12 +41,13 @@ class TextStream:
         self._pending: list[str] = []
         self._num_pending = 0
         self._window = ""
+        self._inside = re.compile(rf"(.)\1{{{config.run_sign - 1},}}", re.DOTALL)
         self._run = Episode(kind=FindingKind.CHARACTER_RUN, start=0, count=0, sample="")
         self._loop: Episode | None = None
         self._loop_chars = 0
 
     def push(self, text: str) -> bool:
-        """Take a piece; true when a block was judged, so that `episodes` may have changed."""
+        """Take a piece; true when a stretch of `episodes` has risen."""
         self._pending.append(text)
         self._num_pending += len(text)
         if self._num_pending < BLOCK_CHARS:
@@ -50,7 +58,7 @@ class TextStream:
             self._judge(whole[i : i + BLOCK_CHARS], search=True)
         self._pending = [whole[stop:]]
         self._num_pending = len(whole) - stop
-        return True
+        return self.episodes.take_risen()
 
     def finish(self) -> None:
         """Judge the rest, which is shorter than a block; stretches that reach the end stay open."""
@@ -79,7 +87,7 @@ class TextStream:
                 return
         last = block[-1]
         tail = len(block) - len(block.rstrip(last))
-        for inside in _RUN_INSIDE.finditer(block, lead, len(block) - tail):
+        for inside in self._inside.finditer(block, lead, len(block) - tail):
             closed = self._new_run(self.num_chars + inside.start(), inside[1])
             closed.count, closed.is_open = len(inside[0]), False
             self._rate_run(closed)
@@ -95,6 +103,7 @@ class TextStream:
             sample=character,
             is_fill=character in FILL_CHARACTERS,
             is_special=character == "\ufffd",
+            is_one_glyph=True,
         )
 
     def _rate_run(self, run: Episode) -> None:
@@ -125,6 +134,7 @@ class TextStream:
             period=period,
             is_fill=is_data(unit),
             is_special=_SPECIAL.fullmatch(_from_special(unit)) is not None,
+            is_one_glyph=len(set("".join(unit.split()))) == 1,
         )
         self._loop_chars = length
         self._rate_loop(self._loop)
@@ -146,17 +156,21 @@ class TextStream:
         if self._loop_chars < config.loop_sign_chars or loop.count < MIN_SIGN_REPEATS:
             return
         loop.is_sign = not loop.is_fill
+        is_short = loop.period <= SHORT_PERIOD_CHARS
         is_long = self._loop_chars >= config.loop_warn_chars and loop.count >= MIN_WARN_REPEATS
-        loop.warns = is_long and not loop.is_fill
+        loop.warns = (is_long or (is_short and loop.count >= SHORT_WARN_REPEATS)) and not loop.is_fill
         loop.fires = loop.count >= config.fire_repeats
         self.episodes.offer(loop)
 
 
 def is_data(unit: str) -> bool:
     """Whether a repeated piece is of the kind that tables, arrays, hex and markup repeat on purpose."""
-    if _SPECIAL.fullmatch(_from_special(unit)):
+    whole = _from_special(unit)
+    if _SPECIAL.fullmatch(whole):
         return False
-    return _LETTER.search(_DATA_WORDS.sub("", unit + unit[:SAMPLE_CHARS])) is None
+    # the piece may start inside a word: turn it to start between words
+    start = next((i for i, c in enumerate(whole) if c in _DATA_CHARACTERS and not c.isalnum()), 0)
+    return _DATA_CHARACTERS.issuperset(_DATA_WORDS.sub("", whole[start:] + whole[:start]))
 
 
 def _from_special(unit: str) -> str:

@@ -25,8 +25,9 @@ class TokenStream:
         # below this no rule looks at a run
         self._least = min(config.token_run_sign, config.token_zero_warn, config.edge_warn)
 
-    def push(self, token_ids: Iterable[int]) -> None:
-        """Take ids in order."""
+    def push(self, token_ids: Iterable[int]) -> bool:
+        """Take ids in order; true when a stretch of `episodes` has risen, or an id was the first outside."""
+        was_outside = self.outside
         for token in token_ids:
             if token == self._last:
                 self._count += 1
@@ -40,6 +41,7 @@ class TokenStream:
             self.num_tokens += 1
             if self._count >= self._least:
                 self._rate()
+        return self.episodes.take_risen() or self.outside is not was_outside
 
     def _close(self) -> None:
         for episode in (self._run, self._edge):

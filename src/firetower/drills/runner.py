@@ -103,12 +103,9 @@ def run_variant(drill: Drill, variant: Variant) -> Result:
 
 
 def observe(case: Case, variant: Variant) -> list[Observation]:
-    """Run a case under a watch at its variant's level; at ``ops`` it is investigated as well.
-
-    `investigate` looks for the op only when a module's output or the result is bad: not where that is hidden.
-    """
+    """Run a case under a watch at its variant's level; at ``ops`` it is investigated as well."""
     seen = [_guarded("attach", lambda: _watch(case, variant.level))]
-    if variant.level == "ops" and not variant.is_hidden:
+    if variant.level == "ops":
         seen.append(_guarded("investigate", lambda: _investigate(case)))
     return seen
 

@@ -84,15 +84,13 @@ class Case:
 class Variant:
     """One placing of a fault. ``build(True)`` plants it, ``build(False)`` makes the clean twin.
 
-    ``level`` is the watch's level that must find the origin. ``is_hidden``: a fused op swallows the bad value
-    before any module's output shows it, so that only a watch at ``ops`` can see it.
+    ``level`` is the watch's level that must find the origin.
     """
 
     id: str
     host: Host
     level: Level
     build: Callable[[bool], Case]
-    is_hidden: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,8 +3,8 @@
 A part is one method of the classes below. It is missing where the subject has no such method (or an
 attribute of that name that is None) or where it returns None: then every test that needs it is reported as
 "not testable: <part>", and nothing is guessed. An empty tuple says something else: "I looked, there are
-none", and that rules causes out. So a subject without a state returns ``()`` from `states`, and one that cannot
-look at its states has no `states`.
+none", and that rules causes out. So a subject without a state returns ``()`` from `states`, and one that
+cannot look at its states has no `states`.
 
 Values are numpy arrays of the stored values, exactly; ``dtype`` names the stored type where numpy has none
 (bfloat16 and float8 are widened to float32, which holds all of them). No torch is needed here.
@@ -47,7 +47,7 @@ class Switch(StrEnum):
     """Another kernel for the first bad op, the same type."""
     OTHER_DEVICE = "other device"
     FILL_A = "unread rows filled with 1"
-    """Every place that nobody wrote in this step, or that is masked, pad or beyond the valid length, holds 1."""
+    """Every place not written in this step (pad, masked, beyond the valid length) holds 1."""
     FILL_B = "unread rows filled with -3"
     ZERO_UNREAD = "unread rows zeroed"
     ZERO_INPUTS = "inputs zeroed"
@@ -62,7 +62,7 @@ class Switch(StrEnum):
 
 
 POISON = 12345.0
-"""What `Switch.POISON_DESTINATIONS` writes: finite, and exact in every float type down to float16's 12344."""
+"""What `Switch.POISON_DESTINATIONS` writes; float16 and bfloat16 round it by less than 1 in 1,000."""
 
 FILLS: Mapping[Switch, float] = {Switch.FILL_A: 1.0, Switch.FILL_B: -3.0, Switch.ZERO_UNREAD: 0.0}
 """What each filling switch writes."""
@@ -133,7 +133,7 @@ class Weight:
     """One weight. Hashes are `hash_of`, or any hash that is the same both times.
 
     ``at_load`` is its value when loaded, where that was kept. ``neighbour`` names what lies directly before
-    it in memory. ``num_bytes`` and ``num_bytes_found`` are what the file's header declares and what the file has.
+    it in memory. ``num_bytes`` and ``num_bytes_found`` are what the file's header declares and what is there.
     """
 
     name: str
@@ -166,7 +166,8 @@ class State:
         hash_now, expected_hash: of the content; expected is that of a fresh state for a new request, or what
             was noted when the state was stored or sent.
         value: the content. ``is_fresh_expected``: the request is new here, so the state must be a fresh one.
-        written_by: what wrote it last: ``reset``, ``prefill``, ``decode``, ``verify``, ``restore``, ``transfer``.
+        written_by: what brought it here: ``reset``, ``prefill``, ``decode``, ``verify``, ``restore`` (from a
+            cache) or ``transfer``; a state restored for this request keeps that mark in its first step.
         window: the window of a ``verify``.
     """
 
@@ -275,7 +276,7 @@ class Quantised:
     """One quantised tensor: its fields (``scale``, ``sum``, ``min``), one value a block, as stored.
 
     ``original`` are the values before, ``restored`` after dequantising; ``wide_fields`` the same fields in
-    float32. ``max_code`` is the largest code. ``is_static``: the scale was fixed before these values were seen.
+    float32. ``max_code`` is the largest code. ``is_static``: the scale was fixed before the values were seen.
     ``first_position`` is the token position of the first block of the tensor, one block row a position.
     """
 
@@ -304,8 +305,8 @@ class Split:
 class Recurrence:
     """The recurrence of one linear-attention head over time.
 
-    ``log_decay`` [T] as computed in float32 or wider, ``decay`` [T] as used, in ``state_dtype``; ``keys`` [T, D]
-    and ``beta`` [T] as used; ``state_absmax`` [T].
+    ``log_decay`` [T] as computed in float32 or wider, ``decay`` [T] as used, in ``state_dtype``; ``keys``
+    [T, D] and ``beta`` [T] as used; ``state_absmax`` [T].
     """
 
     name: str
@@ -327,7 +328,7 @@ class Positions:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sampled:
-    """One row that was sampled: logits [V] before the mask, ``allowed`` [V] bools of the grammar mask, token."""
+    """One sampled row: logits [V] before the mask, ``allowed`` [V] bools of the grammar mask, the token."""
 
     row: int
     logits: Array
@@ -380,7 +381,7 @@ class HasFire(Protocol):
 
 
 class Runs(Protocol):
-    """``run``: the request again. ``switches``: which ways it can be run. ``reset``: to before the request."""
+    """``run``: the request again. ``switches``: the ways to run it. ``reset``: back to before the request."""
 
     @property
     def clean_twin_bit_stable(self) -> bool | None:
@@ -416,7 +417,7 @@ class HasStates(Protocol):
         ...
 
     def recompute_rows(self, order: Sequence[int]) -> Array | None:
-        """Right results if row ``i`` is given the state of index ``order[i]`` of `states`, computed afresh."""
+        """What `run` returns if row ``i`` is given state ``order[i]`` of `states`, computed afresh."""
         ...
 
 
@@ -462,8 +463,8 @@ class HasReference(Protocol):
     def reference(
         self, dtype: Literal["float32", "float64"], what: Literal["op", "chain", "outputs"]
     ) -> Sequence[Array] | None:
-        """Outputs of the first bad op from its stored inputs (``op``), of the op with its producers recomputed
-        too (``chain``), or what `run` returns, computed afresh and right (``outputs``)."""
+        """Outputs of the first bad op from its stored inputs (``op``), of the op with its producers
+        recomputed too (``chain``), or what `run` returns, computed afresh and right (``outputs``)."""
         ...
 
 

@@ -48,7 +48,7 @@ The code is the raw pattern in 32 bits; of fp64 its high half. A type without in
 FLOAT_TYPES = tuple(BIT_TESTS)
 """Element types that a panel can hold the bits of."""
 
-MANY = 8
+MANY = 16
 """Most tensors that one `mark_many` launch takes; longer lists are cut into launches of this size."""
 
 _LIBRARY = torch.library.Library("firetower", "DEF")

@@ -19,7 +19,8 @@ from torch import Tensor
 from firetower.core.words import CLEAN, NOT_RUN
 from firetower.sensors.mark import BIT_TESTS
 
-_SMALL_BLOCK, _LARGE_BLOCK, _LARGE_FROM = 1024, 8192, 1 << 20
+# of 1024 to 16384 elements and 2 to 16 warps the fastest on an H200, for one row and for 268 MB alike
+_BLOCK, _NUM_WARPS = 1024, 4
 _INT_VIEW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -175,10 +176,9 @@ def launch(
         shapes_at: index of the first shape word.
         shapes: words of `firetower.sensors.mark.shape_word`.
     """
-    block = _LARGE_BLOCK if max(x.numel() for x in xs) >= _LARGE_FROM else _SMALL_BLOCK
     starts = [0]
     for x in xs:
-        starts.append(starts[-1] + max(1, triton.cdiv(x.numel(), block)))
+        starts.append(starts[-1] + max(1, triton.cdiv(x.numel(), _BLOCK)))
     tests = [BIT_TESTS[x.dtype] for x in xs]
     use_pad = [pad is not None and p for p in padded]
     with torch.cuda.device_of(panel):
@@ -205,8 +205,8 @@ def launch(
             RAN=CLEAN,
             NOT_RUN=NOT_RUN,
             NUM=len(xs),
-            BLOCK=block,
-            num_warps=8 if block == _LARGE_BLOCK else 4,
+            BLOCK=_BLOCK,
+            num_warps=_NUM_WARPS,
         )
 
 
@@ -214,6 +214,6 @@ def launch_reset(panel: Tensor, step: int) -> None:
     """Empty the panel in a single launch."""
     num_words = panel.numel()
     with torch.cuda.device_of(panel):
-        reset_fwd_kernel[(triton.cdiv(num_words, _SMALL_BLOCK),)](
-            panel, num_words, step, NOT_RUN=NOT_RUN, BLOCK=_SMALL_BLOCK
+        reset_fwd_kernel[(triton.cdiv(num_words, _BLOCK),)](
+            panel, num_words, step, NOT_RUN=NOT_RUN, BLOCK=_BLOCK
         )

@@ -15,8 +15,8 @@ from firetower.sensors.ops_table import StorageTable
 from firetower.sensors.ops_values import Flags, Operand, bad_places, flags_of, plain
 
 _OWN = "made by this op"
+_NOBODY = Owner(Cause.UNWRITTEN, None)
 _READS_UNWRITTEN = "reads memory nobody wrote"
-_OUTPUT = "the model's output"
 
 
 class Judge:
@@ -160,13 +160,14 @@ class Judge:
             return False
         if self._own_places(ran, x, number, operands):
             return True
-        if flags.only_neg_inf:
+        if flags.only_neg_inf and ran.info.is_sign:
             self._set_legal(ran, x, operands)
             return True
         writer = self._writer_of(ran, source)
-        if ran.info.is_mover and not flags.nan:
+        # a +Inf times a negative number is still the same value on its way, not a mask
+        if flags.only_neg_inf or (ran.info.is_mover and not flags.nan):
             self._set_pending(x, writer)
-            if flags.neg_inf:
+            if flags.pos_inf and flags.neg_inf:
                 self._set_legal(ran, x, operands)
             return True
         if writer in self._fired:
@@ -228,17 +229,24 @@ class Judge:
     def _set_pending(self, x: Tensor, writer: Writer) -> None:
         self.table.entry(x).pending = writer
 
-    def leaving(self, operand: Operand, number: int, index: int) -> None:
-        """Judge a non-finite tensor, not reported so far, that the model returns."""
+    def leaving(self, operand: Operand, number: int, index: int, place: str) -> None:
+        """Judge a non-finite tensor, not reported so far, that leaves the model or stands in a signal.
+
+        Args:
+            operand: the tensor.
+            number: its index among those that leave.
+            index: how many ops ran before.
+            place: where it was seen, in words.
+        """
         entry, flags = operand.entry, operand.flags
-        if flags.only_neg_inf:
+        if flags.only_neg_inf and not _is_pending(operand):
             return
         if entry is not None and entry.pending is not None and not flags.nan:
-            event = self._harm(entry.pending, _OUTPUT)
+            event = self._harm(entry.pending, place)
         elif entry is not None and entry.unwritten is not None:
-            event = self.report.bad_output(operand, number, entry.unwritten, Owner(Cause.UNWRITTEN, None))
+            event = self.report.bad_output(operand, number, entry.unwritten, _NOBODY, place)
         else:
-            event = self.report.bad_output(operand, number, index, self._owner(operand))
+            event = self.report.bad_output(operand, number, index, self._owner(operand), place)
         self.table.mark_bad(operand.tensor, event, neg_inf=False)
 
     def _harm(self, writer: Writer, seen_at: str) -> OpEvent:
@@ -263,7 +271,11 @@ def is_bad(operand: Operand) -> bool:
 
 
 def _is_pending(operand: Operand) -> bool:
-    return operand.flags.pos_inf and not operand.flags.nan
+    """Holds a +Inf that did no damage so far, or the -Inf that arithmetic made of one."""
+    entry, flags = operand.entry, operand.flags
+    if flags.nan:
+        return False
+    return flags.pos_inf or (entry is not None and entry.pending is not None and entry.legal is None)
 
 
 def _is_unexplained_state(operand: Operand) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -73,6 +73,7 @@ class OpsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.stack = ModuleStack(model)
         self.stack.on_root_call = self.note_inputs
         self.stack.on_root_return = self.check_output
+        self.stack.on_signal = lambda path, value: self.check_output(value, f"signal {path}")
         self.num_ops = 0
         self.num_checked = 0
         self.not_covered: dict[str, int] = {}
@@ -133,9 +134,13 @@ class OpsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Remember what the caller passes, so that a bad input is told from a bad weight."""
         self._guarded(lambda: self._owners.note_inputs(args, kwargs))
 
-    def check_output(self, output: Any) -> None:
+    def check_output(self, output: Any, place: str = "the model's output") -> None:
         """Check what leaves the model: a +Inf harmless so far, or memory nobody wrote, is a fire here."""
-        self._guarded(lambda: self._check_output(output))
+        self._guarded(lambda: self._check_output(output, place))
+
+    def watch_signals(self, modules: Iterable[str]) -> None:
+        """Check what enters and leaves these modules, by dotted path, as the model's output is checked."""
+        self.stack.signals = frozenset(modules)
 
     def __enter__(self) -> OpsMode:
         if self._depth == 0:
@@ -274,7 +279,7 @@ class OpsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             else:
                 entry.unwritten = None if entry.bad or entry.legal or entry.pending else entry.unwritten
 
-    def _check_output(self, output: Any) -> None:
+    def _check_output(self, output: Any, place: str) -> None:
         with quiet():
             for number, x in enumerate(_top_tensors(output)):
                 if not readable(x):
@@ -282,7 +287,7 @@ class OpsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 flags = flags_of(x)
                 operand = Operand("output", x, x, flags, self._table.get(x))
                 if flags and not is_bad(operand):
-                    self._judge.leaving(operand, number, self.num_ops)
+                    self._judge.leaving(operand, number, self.num_ops, place)
 
     def _guarded(self, action: Callable[[], Any]) -> Any:
         try:

@@ -33,6 +33,7 @@ _MLPS = re.compile(r"(?:^|\.)(?:mlp|feed_forward|experts|shared_expert)$")
 
 OnRootCall = Callable[[tuple[Any, ...], Mapping[str, Any]], None]
 OnRootReturn = Callable[[Any], None]
+OnSignal = Callable[[str, Any], None]
 
 
 def layer_of(module: str) -> int | None:
@@ -67,6 +68,7 @@ class ModuleStack:
     Attributes:
         roots: the models seen: ``model``, or every outermost module.
         on_root_call, on_root_return: called with the arguments and the output of each call of a root.
+        signals: paths of modules for which ``on_signal`` is called, with what enters and what leaves them.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
@@ -74,6 +76,8 @@ class ModuleStack:
         self.roots: list[nn.Module] = [] if model is None else [model]
         self.on_root_call: OnRootCall | None = None
         self.on_root_return: OnRootReturn | None = None
+        self.on_signal: OnSignal | None = None
+        self.signals: frozenset[str] = frozenset()
         self._names: dict[int, str] = {}
         self._stack: list[nn.Module] = []
         self._handles: list[RemovableHandle] = []
@@ -119,6 +123,8 @@ class ModuleStack:
         if self._is_root(module) and self.on_root_call is not None:
             self.on_root_call(args, kwargs)
         self._stack.append(module)
+        if self.signals:
+            self._signal(module, (*args, *kwargs.values()))
 
     def _leave(self, module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
         # an exception can skip the exit of inner modules: unwind to the one that left
@@ -126,8 +132,15 @@ class ModuleStack:
             return
         while self._stack.pop() is not module:
             pass
+        if self.signals:
+            self._signal(module, output)
         if self._is_root(module) and self.on_root_return is not None:
             self.on_root_return(output)
+
+    def _signal(self, module: nn.Module, value: Any) -> None:
+        path = self._names.get(id(module), "")
+        if path in self.signals and self.on_signal is not None:
+            self.on_signal(path, value)
 
     def _is_root(self, module: nn.Module) -> bool:
         # hooks put on while the root is running miss its own entry: an inner module is no root for that

@@ -112,7 +112,9 @@ class Report:
         )
         return self._keep(event)
 
-    def bad_output(self, source: Operand, number: int, where: Writer | int, owner: Owner) -> OpEvent:
+    def bad_output(
+        self, source: Operand, number: int, where: Writer | int, owner: Owner, place: str
+    ) -> OpEvent:
         """A bad value that leaves the model without any op having been seen to make it.
 
         ``where`` is the allocation of memory that nobody wrote, or the number of ops that ran before.
@@ -134,7 +136,7 @@ class Report:
                 output_index=number,
                 output=summarize("output", source.value),
                 tensor=owner.name,
-                seen_at="the model's output",
+                seen_at=place,
             )
         )
 

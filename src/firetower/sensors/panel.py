@@ -158,6 +158,8 @@ class Panel:
         self._waiting: list[tuple[Tensor, int, int, int, int, int, bool]] = []
         self._waiting_pad: Tensor | None = None
         self._waiting_on: Tensor | None = None
+        self._versions: list[int] = []
+        self.overwritten: set[int] = set()
 
     @property
     def num_signals(self) -> int:
@@ -217,6 +219,8 @@ class Panel:
         """Empty the panel for a step of ``num_sequences`` B and ``num_tokens`` T; one tiny kernel a
         device."""
         assert self._buffers is not None
+        # marks of a step that was cut short by an exception
+        self._waiting, self._versions, self._waiting_on, self._waiting_pad = [], [], None, None
         for words in self._buffers.values():
             torch.ops.firetower.reset.default(words, num_sequences, num_tokens)
 
@@ -225,9 +229,10 @@ class Panel:
     ) -> str | None:
         """Check a tensor on its device and leave the first bad word in the panel; returns at once.
 
-        While ``torch.compile`` traces, marks are collected and go out `MANY` a launch: call `flush` at the
-
-        checked.)
+        Marks are collected and go out `MANY` a launch: call `flush` at the end of the step. Until then a collected
+        tensor must not be written in place. While ``torch.compile`` traces it is a value and cannot be; in eager
+        mode its version is compared at the flush, and a tensor that was overwritten is put into `overwritten`. An
+        inference tensor counts no versions and goes out at once.
 
         Args:
             slot: from `declare`.
@@ -251,11 +256,10 @@ class Panel:
             # the last K tokens only (logits)
             pad = pad[:, num_tokens - tokens :]
         tracing = torch.compiler.is_compiling()
-        # a collected mark must hold the value of now, whatever is written in place before the flush: the
-        # compiler drops the clone where nothing is
+        # the compiler drops this clone where nothing is written in place
         x = x.detach().clone() if tracing else x.detach()
         entry = (x, slot, self.num_rows if b else 0, heads, max(tokens, 1), width, has_pad)
-        if not tracing:
+        if not tracing and x.is_inference():
             _send_one(words, self.num_signals, entry, pad, self._legal[slot])
             return None
         if not self._fits(slot, words, pad if has_pad else None):
@@ -264,6 +268,8 @@ class Panel:
         if has_pad:
             self._waiting_pad = pad
         self._waiting.append(entry)
+        if not tracing:
+            self._versions.append(x._version)
         if len(self._waiting) == MANY:
             self.flush()
         return None
@@ -277,11 +283,20 @@ class Panel:
         )
 
     def flush(self) -> None:
-        """Send the marks that were collected while tracing."""
-        waiting, words = self._waiting, self._waiting_on
+        """Send the marks that were collected."""
+        waiting, words, pad = self._waiting, self._waiting_on, self._waiting_pad
         if not waiting or words is None:
             return
-        pad = self._waiting_pad if any(entry[6] for entry in waiting) else None
+        self._waiting, self._waiting_on, self._waiting_pad = [], None, None
+        if self._versions:
+            versions, self._versions = self._versions, []
+            changed = {e[1] for e, v in zip(waiting, versions, strict=True) if e[0]._version != v}
+            self.overwritten |= changed
+            waiting = [e for e in waiting if e[1] not in changed]
+            if not waiting:
+                return
+        if not any(entry[6] for entry in waiting):
+            pad = None
         torch.ops.firetower.mark_many.default(
             [e[0] for e in waiting],
             words,
@@ -295,7 +310,6 @@ class Panel:
             [self._legal[e[1]] for e in waiting],
             [e[6] for e in waiting],
         )
-        self._waiting, self._waiting_on, self._waiting_pad = [], None, None
 
     def snapshot_async(self) -> Snapshot:
         """Start the copy to the host on the current stream of each device; does not wait.
@@ -305,6 +319,7 @@ class Panel:
         """
         if self._buffers is None:
             raise AttachError("panel: is not frozen; call freeze() first")
+        self.flush()
         copies, events = [], []
         for device, words in self._buffers.items():
             if device.type != "cuda":

@@ -81,15 +81,13 @@ def _host(seed: int, name: str, level: Literal["layers", "ops"]) -> Variant:
         if not fault:
             return case
         if level == "layers":
-            return with_truth(case, site(model, "kv", layer))
+            return with_truth(case, site(model, "query" if name == "q" else "kv", layer))
         module = f"model.layers.{layer}.self_attn.{name}_norm"
         kind = Kind.POS_INF
         origin = Origin(module=module, op="aten.rsqrt.default", row=0, column=0, kind=kind, zero_input=True)
         return dataclasses.replace(case, expected=origin)
 
-    # scaled_dot_product_attention on the CPU answers a NaN query with zeros
-    id, hidden = f"{name}proj-m{_ROWS}-{level}", name == "q"
-    return Variant(id=id, host="qwen35moe", level=level, build=build, is_hidden=hidden)
+    return Variant(id=f"{name}proj-m{_ROWS}-{level}", host="qwen35moe", level=level, build=build)
 
 
 DRILL = Drill(

@@ -16,7 +16,7 @@ def share(value: float) -> str:
     if 0.9995 <= size < 1:
         return f"{sign}>.999"
     digits = 3 if size >= 0.00995 else 4
-    return f"{sign}{size:.{digits}f}".replace("0.", ".", 1)
+    return sign + f"{size:.{digits}f}".removeprefix("0")
 
 
 def percent(value: float) -> str:

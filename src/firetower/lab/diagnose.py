@@ -1,0 +1,281 @@
+"""From a subject to a verdict: run the discriminating tests, cheap first, and read the rules of `causes`.
+
+from firetower.lab.diagnose import diagnose
+
+print(diagnose(subject).statement)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from firetower.core.families import DETAILS, FAMILIES, Detail, share
+from firetower.core.verdict import UNDECIDED, Evidence, Rival, Verdict
+from firetower.lab.discriminate import STEPS, Step
+from firetower.lab.discriminate.causes import CAUSES, Cause
+from firetower.lab.discriminate.look import Look
+from firetower.lab.discriminate.step import Cost, Fact
+from firetower.lab.discriminate.values import kinds, num_nonfinite, where
+from firetower.lab.subject import Op, Subject
+
+CHEAP = Cost.RECOMPUTE
+"""What still runs after a cause is shown: it may add a rival."""
+
+NUM_REPLAYS = 40
+MAX_RIVALS = 8
+MAX_OPEN = 6
+
+
+def diagnose(subject: Subject, *, steps: Sequence[Step] = STEPS, num_replays: int = NUM_REPLAYS) -> Verdict:
+    """Say what is to blame for what a subject shows, as far as its evidence goes.
+
+    Args:
+        subject: see `lab.subject`; parts that it lacks are listed in ``not_testable``.
+        steps: the discriminating tests to run, in order of cost.
+        num_replays: replays of a test that replays; 40 shows a fault of one in 20 with 87% chance.
+
+    Returns:
+        A decided verdict, or one that says between which causes it is undecided and what to run next.
+    """
+    case = _Case(Look(subject, num_replays=num_replays), steps)
+    case.run()
+    return _decided(case) if case.shown() else _undecided(case)
+
+
+@dataclasses.dataclass(slots=True)
+class _Case:
+    """What is known so far."""
+
+    look: Look
+    steps: Sequence[Step]
+    facts: dict[str, Fact] = dataclasses.field(default_factory=dict)
+    made_by: dict[str, str] = dataclasses.field(default_factory=dict)
+    not_run: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def run(self) -> None:
+        """Run the steps; once a cause is shown, the cheap ones only."""
+        for step in sorted(self.steps, key=lambda s: s.cost):
+            if step.cost > CHEAP and self._is_settled(step):
+                continue
+            missing = [p for p in step.needs if not self.look.has(p)]
+            if missing:
+                self.not_run[step.name] = ", ".join(missing)
+                continue
+            self._take(step)
+
+    def _is_settled(self, step: Step) -> bool:
+        """Whether a cause is shown, and nothing upstream of it is left for this step to show."""
+        shown = [c for c in self.shown() if DETAILS[c.key].role != "aftermath"]
+        if not shown:
+            return False
+        rank = CAUSES.index(shown[0])
+        upstream = (c for c in CAUSES[:rank] if c.speaks_for(self.facts) and c.standing(self.facts) == "open")
+        against = {n.removeprefix("not ") for n in shown[0].against}
+        wanted = {n for c in upstream for n in c.unknown(self.facts)} | against
+        return not wanted & set(step.facts)
+
+    def _take(self, step: Step) -> None:
+        try:
+            found = list(step.run(self.look))
+        except Exception as e:  # noqa: BLE001 - odd evidence must not end a diagnosis; it is reported
+            self.not_run[step.name] = f"failed with {type(e).__name__}: {e}"
+            return
+        for f in found:
+            assert f.name in step.facts, f"{step.name} yields {f.name}, which it does not declare"
+            # two tests may speak to one fact: what was seen by either holds
+            if f.name not in self.facts or (f.holds and not self.facts[f.name].holds):
+                self.facts[f.name], self.made_by[f.name] = f, step.name
+        if not found:
+            self.not_run.setdefault(step.name, "gave no answer")
+
+    def shown(self) -> list[Cause]:
+        """Causes that are shown, upstream first."""
+        return [c for c in CAUSES if c.standing(self.facts) == "shown"]
+
+    def open(self) -> list[Cause]:
+        """Causes with something for them and nothing against, the best supported first; one a detail."""
+        found = [c for c in CAUSES if c.standing(self.facts) == "open" and c.speaks_for(self.facts)]
+        found.sort(key=lambda c: -len(c.speaks_for(self.facts)) / len(c.requires))
+        return list({c.key: c for c in reversed(found)}.values())[::-1]
+
+    def step_for(self, cause: Cause) -> Step | None:
+        """The cheapest test that can establish a missing fact of a cause; rather one that can run."""
+        missing = cause.unknown(self.facts)
+        able = [s for s in STEPS if set(s.facts) & set(missing)]
+        return min(able, key=lambda s: (s.name in self.not_run, s.cost), default=None)
+
+    def step_of(self, fact: Fact) -> str:
+        """Which test established a fact."""
+        return self.made_by.get(fact.name, "")
+
+
+def _decided(case: _Case) -> Verdict:
+    shown = case.shown()
+    # what handles a bad value badly is the verdict only where nothing is known of what made it
+    first = next((c for c in shown if DETAILS[c.key].role != "aftermath"), shown[0])
+    detail = DETAILS[first.key]
+    refuter = _refuting_step(case, first)
+    return Verdict(
+        family=detail.family,
+        detail=detail.name,
+        decided=True,
+        statement=_statement(case, first, detail),
+        evidence=_evidence(case),
+        rivals=_rivals(case, first),
+        refuter=detail.refuter,
+        next_test=refuter.name if refuter else "",
+        next_command=refuter.command if refuter else "",
+        scope=detail.scope,
+        cure=detail.cure,
+        retriable=detail.retriable,
+        ignition=_ignition(case, first, shown),
+        persistence=_persistence(case, shown),
+        not_testable=_not_testable(case),
+    )
+
+
+def _undecided(case: _Case) -> Verdict:
+    left = case.open()[:MAX_OPEN]
+    step = next((s for c in left if (s := case.step_for(c)) is not None), None)
+    if step is None:
+        step = next((s for s in STEPS if s.name in case.not_run), STEPS[0])
+    names = [c.key for c in left]
+    between = " and ".join(names) if names else "all causes: nothing that was seen speaks for one"
+    return Verdict(
+        family=UNDECIDED,
+        detail="UNDECIDED",
+        decided=False,
+        statement=f"Undecided between {between}; run {step.name}: {step.title}",
+        evidence=_evidence(case),
+        rivals=_rivals(case, None),
+        refuter="",
+        next_test=step.name,
+        next_command=step.command,
+        ignition="not known",
+        persistence=_persistence(case, []),
+        not_testable=_not_testable(case),
+        undecided_between=tuple(names),
+    )
+
+
+def _statement(case: _Case, cause: Cause, detail: Detail) -> str:
+    seen = "; ".join(f.statement for f in cause.speaks_for(case.facts))
+    place = _place(case.look)
+    return f"{detail.title[0].upper()}{detail.title[1:]}{place}: {seen}."
+
+
+def _place(look: Look) -> str:
+    op = look.part("first_bad_op")
+    if not isinstance(op, Op) or not op.outputs:
+        return ""
+    bad = op.outputs[0]
+    return f" ({where(op)} stores {kinds(bad)})" if num_nonfinite(bad) else f" (first seen at {where(op)})"
+
+
+def _evidence(case: _Case) -> tuple[Evidence, ...]:
+    found = []
+    for name, f in case.facts.items():
+        supports = {c.key for c in CAUSES if name in c.requires and f.holds}
+        against = {c.key for c in CAUSES if f in c.speaks_against(case.facts)}
+        found.append(
+            Evidence(
+                test=case.step_of(f),
+                statement=f.statement,
+                supports=tuple(sorted(supports)),
+                against=tuple(sorted(against - supports)),
+            )
+        )
+    return tuple(found)
+
+
+def _rivals(case: _Case, winner: Cause | None) -> tuple[Rival, ...]:
+    """Causes with something for them: those that stay open, then those that were ruled out."""
+    found: dict[str, Rival] = {}
+    for c in (*case.shown(), *case.open()):
+        if winner is not None and c.key != winner.key:
+            step = case.step_for(c)
+            why = "; ".join(f.statement for f in c.speaks_for(case.facts))
+            found.setdefault(c.key, _rival(c, "open", why, step.name if step else ""))
+    for c in CAUSES:
+        against = c.speaks_against(case.facts)
+        if c.speaks_for(case.facts) and against and (winner is None or c.key != winner.key):
+            found.setdefault(c.key, _rival(c, "excluded", against[0].statement, case.step_of(against[0])))
+    return tuple(found.values())[:MAX_RIVALS]
+
+
+def _rival(cause: Cause, status: str, why: str, test: str) -> Rival:
+    detail = DETAILS[cause.key]
+    return Rival(family=detail.family, detail=detail.name, status=status, why=why, test=test)  # type: ignore[arg-type]
+
+
+def _refuting_step(case: _Case, cause: Cause) -> Step | None:
+    """The test that would overturn a verdict: one not run that speaks to it, else the one that decided it."""
+    names = {n.removeprefix("not ") for n in (*cause.against, *cause.excludes, *cause.requires)}
+    speaking = [s for s in STEPS if set(s.facts) & names]
+    fresh = [s for s in speaking if not set(s.facts) & set(case.facts)]
+    decisive = [s for s in speaking if set(s.facts) & set(cause.requires)]
+    return next(iter(fresh), None) or (max(decisive, key=lambda s: s.cost) if decisive else None)
+
+
+def _ignition(case: _Case, first: Cause, shown: Sequence[Cause]) -> str:
+    role = DETAILS[first.key].role
+    if role == "ignition":
+        return f"{first.key}: {DETAILS[first.key].title}"
+    other = next((c for c in shown if DETAILS[c.key].role == "ignition"), None)
+    if other is not None:
+        return f"{other.key}: {DETAILS[other.key].title}"
+    if role == "persistence":
+        return "not seen here: it happened before this request; diagnose the first fire on this slot"
+    return "not seen here: it lies before the logits; diagnose with the ops before them"
+
+
+def _persistence(case: _Case, shown: Sequence[Cause]) -> str:
+    kept = [c for c in shown if DETAILS[c.key].role == "persistence"]
+    if kept:
+        return f"{kept[0].key}: {DETAILS[kept[0].key].title}"
+    if any(c.key in ("K/WEIGHT_MUTATED", "U/SINGLE_BIT") for c in shown):
+        return "the weight stays as it is until it is loaded again"
+    if any(c.key.startswith("M/") for c in shown):
+        return "the file: every process that loads it"
+    checked = [case.facts[n] for n in ("state_nonfinite_at_start", "state_left_over") if n in case.facts]
+    if len(checked) == 2:
+        return "none seen: new requests start on fresh states"
+    return "not tested: states at request start were not seen"
+
+
+def _not_testable(case: _Case) -> tuple[str, ...]:
+    return tuple(f"{part}: {why}" for part, why in case.look.missing.items())
+
+
+def explain(verdict: Verdict) -> Iterator[str]:
+    """The verdict as lines of text, conclusion first."""
+    yield _headline(verdict)
+    yield verdict.statement
+    for name, text in (
+        ("refuted if", verdict.refuter),
+        ("cure", verdict.cure),
+        ("scope", f"{verdict.scope}; retriable: {verdict.retriable}" if verdict.decided else ""),
+        ("ignition", verdict.ignition),
+        ("persistence", verdict.persistence),
+    ):
+        if text:
+            yield f"  {name:11} {text}"
+    yield from _listed("Evidence", (str(e) for e in verdict.evidence))
+    yield from _listed("Rivals", (f"{r.key}, {r.status}: {r.why}" for r in verdict.rivals))
+    yield from _listed("Not testable", verdict.not_testable)
+    yield f"Next: {verdict.next_test}: {verdict.next_command}"
+
+
+def _headline(verdict: Verdict) -> str:
+    if not verdict.decided:
+        return "Verdict: undecided"
+    name = FAMILIES[verdict.family].name
+    return f"Verdict: {verdict.family} {name}, {verdict.detail} ({share(verdict.family)})"
+
+
+def _listed(title: str, lines: object) -> Iterator[str]:
+    found = list(lines)  # type: ignore[call-overload]
+    if found:
+        yield f"{title}:"
+        yield from (f"  {line}" for line in found)
