@@ -47,7 +47,7 @@ bench-gpu: models  ## the figure on a CUDA device
 	$(PY) benchmarks/h200_watch.py
 
 test-peers: models  ## tests against peers; builds llama-cpp-python from source (about 8 minutes)
-	$(PY) -m pip install --editable '.[llama]'
+	CMAKE_ARGS="-DGGML_NATIVE=OFF" $(PY) -m pip install --editable '.[llama]'
 	$(PYTEST) -m peers
 
 test-gpu: models  ## tests that need a CUDA device

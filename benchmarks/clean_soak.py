@@ -16,10 +16,11 @@ import sys
 import time
 from typing import Any
 
-import firetower
 import torch
-from firetower.drills import hosts
 from torch import Tensor, nn
+
+import firetower
+from firetower.drills import hosts
 
 HOSTS = ("small_llama", "small_qwen3_next", "small_qwen35_moe", "small_qwen4_exp")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -20,13 +20,18 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import firetower
 import numpy as np
 import torch
-from firetower.drills import hosts
 from torch import Tensor, nn
 
-_BITS = {torch.float32: (np.uint32, torch.int32), torch.float16: (np.uint16, torch.int16), torch.bfloat16: (np.uint16, torch.int16)}
+import firetower
+from firetower.drills import hosts
+
+_BITS = {
+    torch.float32: (np.uint32, torch.int32),
+    torch.float16: (np.uint16, torch.int16),
+    torch.bfloat16: (np.uint16, torch.int16),
+}
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)")
 
 
@@ -142,7 +147,7 @@ def _first_in(layer: int | None, stage: str, x: Tensor, shape: tuple[int, int], 
     unsigned, signed = _BITS[x.dtype]
     values = x.contiguous().float().numpy() if x.dtype is torch.bfloat16 else x.contiguous().numpy()
     bits = x.contiguous().view(signed).numpy().view(unsigned)
-    num_sequences, num_tokens = shape
+    _, num_tokens = shape
     for index in map(tuple, np.argwhere(~np.isfinite(values))):
         if stage in ("conv_state", "recurrent_state"):
             sequence, token = index[0], None

@@ -13,8 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import firetower
 import torch
+
+import firetower
 from firetower.cli.main import main as firetower_cli
 from firetower.core.config import data_folder
 from firetower.drills import hosts

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import firetower
 import pytest
 import torch
+from torch import nn
+
+import firetower
 from firetower.core.errors import NonFiniteError
 from firetower.drills import hosts
-from torch import nn
 
 pytestmark = pytest.mark.slow
 

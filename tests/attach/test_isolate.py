@@ -6,12 +6,13 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import firetower
 import pytest
 import torch
+from torch import Tensor
+
+import firetower
 from firetower.core.records import Outcome
 from firetower.drills import hosts
-from torch import Tensor
 
 PAD = 3
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import firetower
 import pytest
 import torch
+from torch import Tensor, nn
+
+import firetower
 from firetower.core.errors import NonFiniteError
 from firetower.core.records import Kind
 from firetower.drills import hosts
-from torch import Tensor, nn
 
 
 def prompt(batch: int = 2, length: int = 6) -> Tensor:

@@ -6,14 +6,15 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import firetower
 import pytest
 import torch
+from torch import Tensor, nn
+
+import firetower
 from firetower.attach.discover import STAGES
 from firetower.core.errors import AttachError, NonFiniteError
 from firetower.core.records import Kind, Outcome, Phase, Status
 from firetower.drills import hosts
-from torch import Tensor, nn
 
 FAMILIES: dict[str, Callable[[], Any]] = {
     "llama": hosts.small_llama,
@@ -380,7 +381,7 @@ def test_broken_store_never_stops_inference(moe: Any, tmp_path: Any) -> None:
 def test_bad_options_are_clear(kwargs: dict[str, str], words: str) -> None:
     with pytest.raises(AttachError, match=words):
         firetower.attach(Generic(), **kwargs)
-    with pytest.raises(AttachError, match="must be a torch.nn.Module"):
+    with pytest.raises(AttachError, match=r"must be a torch\.nn\.Module"):
         firetower.attach("gpt2")
 
 

@@ -209,3 +209,9 @@ def test_fields_with_defaults_may_be_left_out():
     required = {f.name for f in dataclasses.fields(Fire) if f.default is f.default_factory}
     data = {k: v for k, v in fire_to_dict(some_fire()).items() if k in required}
     assert fire_from_dict(data) == some_fire()
+
+
+def test_a_mapping_that_would_read_as_a_float_is_refused():
+    with pytest.raises(RecordError, match="reserved"):
+        encode({"nonfinite": "nan", "bits": "7ff8000000000000"})
+    assert encode({"nonfinite": "nan", "bits": "7f", "more": 1}) == {"nonfinite": "nan", "bits": "7f", "more": 1}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from firetower.core.records import Kind, Legal
 from firetower.sensors.check import Frame, Layout, burned_sequences, first_bad, is_clean, raw_bits
 

@@ -114,11 +114,13 @@ def bad_weights(root: nn.Module, tap: Tap) -> Iterator[tuple[str, torch.Tensor]]
 
     For the input of the first layer these are the token embeddings.
     """
-    modules = [(tap.signal.module, tap.module)]
+    modules: list[tuple[str, nn.Module]] = [(tap.signal.module, tap.module)]
     if tap.signal.stage == "input":
         get = getattr(root, "get_input_embeddings", None)
-        embeddings = get() if callable(get) else None
-        modules = [(n, m) for n, m in root.named_modules() if m is embeddings] if tap.signal.layer == 0 else []
+        embeddings: object = get() if callable(get) else None
+        modules = []
+        if tap.signal.layer == 0:
+            modules = [(n, m) for n, m in root.named_modules() if id(m) == id(embeddings)]
     for path, module in modules:
         tensors = [*module.named_parameters(), *module.named_buffers()] if module is not root else []
         for name, p in tensors:

@@ -20,12 +20,13 @@ from firetower.capture.records import (
 )
 from firetower.core.codec import decode, encode, fire_from_dict, fire_to_dict
 from firetower.core.errors import CaptureError, RecordError
+from firetower.core.records import Fire
 
 T = TypeVar("T")
 
 CAPTURE, REQUEST, CONTENT, FIRE = "capture.json", "request.json", "content.json", "fire.json"
 DOCUMENTS = (CAPTURE, REQUEST, CONTENT, FIRE)
-"""JSON files of a capture. Private content is in ``request.json`` and ``content.json`` (and the fire's token ids)."""
+"""JSON files of a capture. What is private is in ``request.json`` and ``content.json`` only."""
 
 
 def to_documents(capture: Capture) -> dict[str, Any]:
@@ -37,17 +38,21 @@ def to_documents(capture: Capture) -> dict[str, Any]:
     request = dataclasses.replace(capture.request, body={})
     head = {f.name: getattr(capture, f.name) for f in dataclasses.fields(capture) if f.name not in _ELSEWHERE}
     head["request"] = {f.name: getattr(request, f.name) for f in dataclasses.fields(request) if f.name != "body"}
-    content = {"prompt_token_ids": capture.prompt_token_ids, "outputs": capture.outputs}
+    fire = capture.fire
+    content = {name: getattr(capture, name) for name in ("prompt_token_ids", "outputs", "findings")}
+    content["fire_token_ids"] = None if fire is None else fire.token_ids
     try:
         documents = {CAPTURE: encode(head), REQUEST: encode(capture.request.body), CONTENT: encode(content)}
-        if capture.fire is not None:
-            documents[FIRE] = fire_to_dict(capture.fire)
+        decode(documents[REQUEST])  # a body that looks like an encoded NaN and is none could not be read again
+        if fire is not None:
+            documents[FIRE] = fire_to_dict(dataclasses.replace(fire, token_ids=None))
     except (RecordError, RecursionError) as e:
         raise CaptureError(f"capture: {e or 'nested too deeply'}") from e
     return documents
 
 
-_ELSEWHERE = {"request", "prompt_token_ids", "outputs", "fire", "tensors"}
+_ELSEWHERE = {"request", "prompt_token_ids", "outputs", "findings", "fire", "tensors"}
+_CONTENT_FIELDS = {"prompt_token_ids", "outputs", "findings", "fire_token_ids"}
 
 
 def dump_document(data: Any) -> bytes:
@@ -80,7 +85,7 @@ def from_documents(documents: Mapping[str, dict[str, Any]]) -> Capture:
     if head is None:
         raise CaptureError(f"file={CAPTURE!r}: missing; this is no capture")
     check_schema(head.get("schema"), CAPTURE)
-    content = _known(documents.get(CONTENT, {}), {"prompt_token_ids", "outputs"}, CONTENT)
+    content = _known(documents.get(CONTENT, {}), _CONTENT_FIELDS, CONTENT)
     fields = _known(head, {f.name for f in dataclasses.fields(Capture)} - _ELSEWHERE | {"request"}, CAPTURE)
     try:
         return _capture(fields, content, decode(documents.get(REQUEST, {})), documents.get(FIRE))
@@ -111,8 +116,8 @@ def _capture(head: dict[str, Any], content: dict[str, Any], body: Any, fire: dic
         engine_settings=decode(_is(head.get("engine_settings", {}), dict, "engine_settings")),
         model=_model(head.get("model", {})),
         environment=_record(Environment, head.get("environment", {}), "environment", _ENVIRONMENT),
-        fire=None if fire is None else fire_from_dict(fire),
-        findings=_list(head.get("findings", []), "findings", lambda v, w: decode(_is(v, dict, w))),
+        fire=None if fire is None else _fire(fire, content.get("fire_token_ids")),
+        findings=_list(content.get("findings", []), "findings", lambda v, w: decode(_is(v, dict, w))),
         outputs=_list(content.get("outputs", []), "outputs", _output),
         left_out=_list(head.get("left_out", []), "left_out", _text),
         redaction=None if head.get("redaction") is None else _redaction(head["redaction"]),
@@ -128,6 +133,10 @@ def _request(data: Any, body: Any) -> Request:
     if request.kind not in KINDS:
         raise CaptureError(f"request.kind={request.kind!r}: must be one of {', '.join(KINDS)}")
     return request
+
+
+def _fire(data: dict[str, Any], token_ids: Any) -> Fire:
+    return dataclasses.replace(fire_from_dict(data), token_ids=_optional_ids(token_ids, "fire_token_ids"))
 
 
 def _model(data: Any) -> ModelInfo:
@@ -173,7 +182,13 @@ def _is(value: Any, kind: type[T], where: str) -> T:
     return value
 
 
-_WORDS: dict[type, str] = {str: "a string", int: "a whole number", dict: "an object", list: "a list", bool: "true or false"}
+_WORDS: dict[type, str] = {
+    str: "a string",
+    int: "a whole number",
+    dict: "an object",
+    list: "a list",
+    bool: "true or false",
+}
 
 
 def _text(value: Any, where: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
@@ -82,10 +82,7 @@ def _scrub(value: Any, where: str, dropped: list[str], *, depth: int, in_schema:
     if isinstance(value, Mapping):
         return _scrub_mapping(value, where, dropped, depth=depth, in_schema=in_schema)
     if isinstance(value, list | tuple):
-        items = (
-            _scrub(v, f"{where}[{i}]", dropped, depth=depth + 1, in_schema=in_schema) for i, v in enumerate(value)
-        )
-        return [item for item in items if item is not _GONE]
+        return _scrub_list(value, where, dropped, depth=depth, in_schema=in_schema)
     if isinstance(value, str):
         return _scrub_text(value, where, dropped)
     return value
@@ -104,20 +101,46 @@ def _scrub_mapping(
         if is_secret_name(name) and not _is_harmless(item, in_schema=in_schema):
             dropped.append(place)
             continue
-        if name in _CONTENT_KEYS and isinstance(item, str):
+        if name in _CONTENT_KEYS and _is_text(item):
             result[name] = item
             continue
-        inner = _scrub(
-            item, place, dropped, depth=depth + 1, in_schema=in_schema or name in _SCHEMA_KEYS
-        )
+        inner = _scrub(item, place, dropped, depth=depth + 1, in_schema=in_schema or name in _SCHEMA_KEYS)
         if inner is not _GONE:
             result[name] = inner
     return result
 
 
+def _scrub_list(value: Sequence[Any], where: str, dropped: list[str], *, depth: int, in_schema: bool) -> list[Any]:
+    result = []
+    option: str | None = None
+    for i, item in enumerate(value):
+        place = f"{where}[{i}]"
+        if option is not None or _is_secret_option(item, with_value=True):
+            # a command line: --api-key KEY, --api-key=KEY
+            dropped.append(place)
+            option = None
+            continue
+        option = item if _is_secret_option(item, with_value=False) else None
+        inner = _scrub(item, place, dropped, depth=depth + 1, in_schema=in_schema)
+        if inner is not _GONE:
+            result.append(inner)
+    return result
+
+
+def _is_secret_option(item: Any, *, with_value: bool) -> bool:
+    if not isinstance(item, str) or not item.startswith("-"):
+        return False
+    name, has_value, _ = item.partition("=")
+    return is_secret_name(name) and bool(has_value) is with_value
+
+
 def _is_header_map(name: str, item: Any) -> bool:
     plain = re.sub(r"[^a-z]", "", name.lower())
     return plain in _HEADER_KEYS and isinstance(item, Mapping) and all(isinstance(v, str) for v in item.values())
+
+
+def _is_text(item: Any) -> bool:
+    return isinstance(item, str) or (isinstance(item, list) and all(isinstance(v, str) for v in item))
 
 
 def _is_harmless(item: Any, *, in_schema: bool) -> bool:

@@ -77,10 +77,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # the reader of our stdout went away (head, less): point stdout elsewhere so that exit stays quiet
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
-    except Exception as e:  # noqa: BLE001 - the boundary of the program: one line for the user, all of it on --debug
+    except Exception as e:
+        # the boundary of the program: one line for the user, all of it with --debug
         if args.debug:
             raise
-        print(f"firetower: internal error: {type(e).__name__}: {e} (run with --debug for the traceback)", file=sys.stderr)
+        what = f"internal error: {type(e).__name__}: {e}"
+        print(f"firetower: {what} (run with --debug for the traceback)", file=sys.stderr)
         return EXIT_USER
 
 

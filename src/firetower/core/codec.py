@@ -11,9 +11,9 @@ import math
 import struct
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import StrEnum
-from functools import lru_cache
+from functools import cache
 from typing import Any, TypeVar
 
 from firetower.core.errors import RecordError
@@ -40,6 +40,8 @@ def encode(value: Any) -> Any:
         for key in value:
             if not isinstance(key, str):
                 raise RecordError(f"key={key!r}: must be a string to be stored as JSON")
+        if value.keys() == {"nonfinite", "bits"}:
+            raise RecordError("keys nonfinite and bits alone: reserved for a float; rename one of them")
         return {k: encode(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [encode(v) for v in value]
@@ -101,7 +103,8 @@ def dumps(value: Any) -> str:
 def _build(cls: type[R], data: Any, where: str) -> R:
     if not isinstance(data, Mapping):
         raise RecordError(f"{where}={data!r}: must be an object")
-    hints, required = _fields(cls)
+    fields: Callable[[Any], tuple[dict[str, Any], tuple[str, ...]]] = _fields
+    hints, required = fields(cls)
     unknown = sorted(set(data) - set(hints))
     if unknown:
         raise RecordError(f"{where}.{unknown[0]}: unknown field; known: {', '.join(hints)}")
@@ -111,8 +114,8 @@ def _build(cls: type[R], data: Any, where: str) -> R:
     return cls(**{k: _convert(hints[k], v, f"{where}.{k}") for k, v in data.items()})
 
 
-@lru_cache
-def _fields(cls: type[Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+@cache
+def _fields(cls: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
     hints = typing.get_type_hints(cls)
     required = tuple(
         f.name

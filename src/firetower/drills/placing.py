@@ -70,7 +70,8 @@ def site(model: Any, stage: str, layer: int | None = None) -> Site:
         return Site(stage=stage, module=mixer, layer=layer, side="cache", cache_names=_CACHES[stage])
     if stage == "query":
         attention = model.get_submodule(mixer)
-        return Site(stage=stage, module=f"{mixer}.{'q_norm' if hasattr(attention, 'q_norm') else 'q_proj'}", layer=layer)
+        name = "q_norm" if hasattr(attention, "q_norm") else "q_proj"
+        return Site(stage=stage, module=f"{mixer}.{name}", layer=layer)
     if stage in ("input", "output"):
         return Site(stage=stage, module=path, layer=layer, side="input" if stage == "input" else "output")
     if stage in _INSIDE_EXPERTS:
