@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import firetower
+from firetower.attach import investigate_runs
 from firetower.attach.investigate import CLEAN_SECOND_RUN
 from firetower.core.codec import fire_from_dict, fire_to_dict
 from firetower.core.records import Kind, Phase
@@ -279,3 +280,25 @@ def test_an_inf_that_no_op_minds_is_named_where_a_signal_saw_it() -> None:
     assert (found.origin.op, found.origin.cause) == ("aten.index_fill_.int_Scalar", Cause.CONSTANT)
     assert found.origin.seen_at == "signal gate"
     assert found.origin.first.column == 2
+
+
+def test_on_a_device_both_runs_end_before_the_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
+    # a device assertion would end the process's use of the device: the same path, forced on the CPU
+    monkeypatch.setattr(investigate_runs, "must_stop_early", lambda _modules: True)
+    model = overflowing_expert()
+    found = look(model.generate, **inputs(), max_new_tokens=4, do_sample=True)
+    assert found.origin is not None
+    assert found.origin.op == "aten.mul.Tensor"
+    assert (found.error, found.result, found.first_run.was_stopped) == (None, None, True)
+    assert found.second_run is not None
+    assert found.second_run.error is None
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.gpu
+def test_sampling_on_cuda_leaves_the_device_usable() -> None:
+    model = bad_weight().cuda()
+    given = {n: t.cuda() for n, t in inputs().items()}
+    found = look(model.generate, **given, max_new_tokens=4, do_sample=True)
+    assert found.culprit == "the weight itself is non-finite: model.layers.1.mlp.down_proj.weight"
+    assert torch.ones(3, device="cuda").sum().item() == 3

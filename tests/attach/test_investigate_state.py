@@ -86,9 +86,7 @@ class TestRandomStreams:
     @pytest.mark.parametrize(
         ("source", "draw"),
         [
-            pytest.param(
-                torch.Generator().manual_seed(1), lambda g: torch.rand(1, generator=g).item(), id="torch"
-            ),
+            pytest.param(torch.Generator().manual_seed(1), lambda g: torch.rand(1, generator=g).item(), id="torch"),
             pytest.param(np.random.default_rng(1), lambda g: g.random(), id="numpy"),
             pytest.param(np.random.RandomState(1), lambda g: g.rand(), id="numpy old"),
             pytest.param(random.Random(1), lambda g: g.random(), id="python"),
@@ -164,14 +162,10 @@ class TestObjects:
             pytest.param(bytearray(1), lambda t: t.__setitem__(0, t[0] + 1), lambda t: t[0], id="bytearray"),
             pytest.param(np.zeros(1), lambda t: t.__iadd__(1), lambda t: t[0], id="numpy"),
             pytest.param(torch.zeros(1), lambda t: t.add_(1), lambda t: t.item(), id="tensor"),
-            pytest.param(
-                torch.zeros(1).expand(3), lambda t: t[:1].add_(1), lambda t: t[2].item(), id="expanded"
-            ),
+            pytest.param(torch.zeros(1).expand(3), lambda t: t[:1].add_(1), lambda t: t[2].item(), id="expanded"),
         ],
     )
-    def test_container_in_an_argument(
-        self, thing: Any, add: Callable[[Any], Any], size: Callable[[Any], int]
-    ) -> None:
+    def test_container_in_an_argument(self, thing: Any, add: Callable[[Any], Any], size: Callable[[Any], int]) -> None:
         def fn(nested: Any, x: Tensor) -> Tensor:
             add(nested["deep"][0])
             return burn(x, size(nested["deep"][0]) == 1)

@@ -406,3 +406,57 @@ def test_skipped_branch_is_not_covered_rather_than_clean() -> None:
         "b": Status.NOT_COVERED,
     }
     assert all(s.reason for s in watch.last.not_covered)
+
+
+def test_layers_offloaded_to_disk_by_accelerate(tmp_path: Any) -> None:
+    """A device map keeps some weights away until their module runs: hooks of both sides must live together."""
+    from accelerate import dispatch_model
+
+    model = hosts.small_llama()
+    ids = prompt(model)
+    bare = model(input_ids=ids).logits
+    device_map = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    device_map |= {f"model.layers.{i}": "disk" if i % 2 else "cpu" for i in range(len(model.model.layers))}
+    model.model.layers[1].mlp.up_proj.weight.data[2, 0] = float("nan")
+    model = dispatch_model(model, device_map, main_device="cpu", offload_dir=tmp_path)
+    assert model.model.layers[1].mlp.up_proj.weight.is_meta
+    with firetower.attach(model, store=False, on_fire="record") as watch:
+        out = model(input_ids=ids).logits
+        assert watch.status()["failures"] == 0
+    assert out.shape == bare.shape
+    assert (watch.fires[0].origin.stage, watch.fires[0].origin.layer, watch.fires[0].first.column) == ("up", 1, 2)
+
+
+def test_threads_keep_their_steps_apart() -> None:
+    import threading
+
+    model = hosts.small_llama()
+    good, bad = prompt(model, 1, 5), prompt(model, 1, 9)
+    mlp = model.model.layers[2].mlp
+    original = mlp.forward
+
+    def forward(x: Tensor) -> Tensor:
+        out = original(x)
+        if x.shape[1] == 9:
+            out = out.clone()
+            out[0, 3, 4] = float("inf")
+        return out
+
+    mlp.forward = forward
+    barrier = threading.Barrier(2)
+
+    def run(ids: Tensor) -> None:
+        for _ in range(20):
+            barrier.wait()
+            with torch.no_grad():
+                model(input_ids=ids)
+
+    with firetower.attach(model, store=False, on_fire="record") as watch:
+        threads = [threading.Thread(target=run, args=(ids,)) for ids in (good, bad)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        assert watch.status()["failures"] == 0
+    assert [(f.origin.stage, f.first.token, f.first.shape[1]) for f in watch.fires] == [("output", 3, 9)]
+    assert watch.fires[0].count == 20

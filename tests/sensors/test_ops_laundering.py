@@ -72,14 +72,10 @@ def test_what_a_caller_gave_is_reported_when_it_is_hidden(name: str) -> None:
         pytest.param(lambda x: x[0].item(), id="item"),
         pytest.param(lambda x: x[2:] * 2, id="slice elsewhere"),
         pytest.param(lambda x: x.index_select(0, torch.tensor([0, 2])) * 2, id="index_select"),
-        pytest.param(
-            lambda x: torch.nn.functional.embedding(torch.tensor([0, 2]), x[:, None]), id="embedding"
-        ),
+        pytest.param(lambda x: torch.nn.functional.embedding(torch.tensor([0, 2]), x[:, None]), id="embedding"),
         pytest.param(lambda x: (torch.zeros_like(x), x.new_ones(3), x.shape), id="shape only"),
         pytest.param(lambda x: x.clone().zero_(), id="cleared by assignment"),
-        pytest.param(
-            lambda x: x.clone().index_copy_(0, torch.tensor([1]), torch.ones(1)), id="overwritten by place"
-        ),
+        pytest.param(lambda x: x.clone().index_copy_(0, torch.tensor([1]), torch.ones(1)), id="overwritten by place"),
     ],
 )
 def test_looking_and_picking_elsewhere_is_no_laundering(look: Callable[[Tensor], object]) -> None:

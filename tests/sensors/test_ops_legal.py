@@ -53,11 +53,7 @@ def index_assignment() -> Tensor:
 
 def additive_max() -> Tensor:
     s = torch.randn(4, 4).masked_fill(CAUSAL, -INF)
-    return (
-        (s - s.amax(-1, keepdim=True)).exp().sum(-1)
-        + s.logsumexp(-1)
-        + torch.maximum(s, s.roll(1, -1)).amax(-1)
-    )
+    return (s - s.amax(-1, keepdim=True)).exp().sum(-1) + s.logsumexp(-1) + torch.maximum(s, s.roll(1, -1)).amax(-1)
 
 
 def scatter_topk() -> Tensor:
@@ -108,10 +104,34 @@ def empty_filled_in_parts() -> Tensor:
     return out.sum(-1)
 
 
+def float16_scores_plus_lowest() -> Tensor:
+    mask = torch.full((4, 4), torch.finfo(torch.float16).min, dtype=torch.float16).triu(1)
+    scores = torch.full((4, 4), -40.0, dtype=torch.float16)
+    return (scores + mask).softmax(-1) + scores.add_(mask).softmax(-1)
+
+
+def sum_of_two_masks() -> Tensor:
+    mask = torch.full((4, 4), torch.finfo(torch.float32).min).triu(1)
+    return (torch.randn(4, 4) + (mask + mask)).softmax(-1)
+
+
 SILENT = [
-    filled_then_moved, where_scalar, in_place, index_assignment, additive_max, scatter_topk, sort_topp,
-    clamp_to_inf, minimum_start, pad_value, finite_check, sdpa_with_masked_row, empty_filled_in_parts,
-]  # fmt: skip
+    filled_then_moved,
+    where_scalar,
+    in_place,
+    index_assignment,
+    additive_max,
+    scatter_topk,
+    sort_topp,
+    clamp_to_inf,
+    minimum_start,
+    pad_value,
+    float16_scores_plus_lowest,
+    sum_of_two_masks,
+    finite_check,
+    sdpa_with_masked_row,
+    empty_filled_in_parts,
+]
 
 
 @pytest.mark.parametrize("ctx", [torch.no_grad, torch.inference_mode], ids=lambda c: c.__name__)
@@ -191,9 +211,7 @@ def test_sampling_is_bit_identical_and_silent(host: str, attention: str) -> None
     assert mode.num_checked > 500
 
 
-@pytest.mark.parametrize(
-    "options", [{"num_beams": 3}, {"cache_implementation": "static"}], ids=["beams", "static"]
-)
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"cache_implementation": "static"}], ids=["beams", "static"])
 def test_beams_and_static_cache_are_silent(options: dict[str, Any]) -> None:
     model = hosts.small_llama()
     bare = generate(model, do_sample=False, **options)

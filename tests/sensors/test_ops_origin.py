@@ -137,9 +137,7 @@ def test_log_of_zero_is_a_fire() -> None:
     assert (found.op, found.first.kind, found.cause) == ("aten.log.default", Kind.NEG_INF, Cause.OWN)
 
 
-@pytest.mark.parametrize(
-    "ctx", [torch.enable_grad, torch.no_grad, torch.inference_mode], ids=lambda c: c.__name__
-)
+@pytest.mark.parametrize("ctx", [torch.enable_grad, torch.no_grad, torch.inference_mode], ids=lambda c: c.__name__)
 @pytest.mark.parametrize("value", [NAN, INF], ids=["nan", "inf"])
 def test_a_value_written_between_taps(ctx: Callable[[], object], value: float) -> None:
     def fn() -> Tensor:
@@ -330,9 +328,7 @@ class TestUnwrittenMemory:
 
         assert origin(fn).cause is Cause.OUTSIDE
 
-    @pytest.mark.parametrize(
-        "make", [torch.empty_like, lambda x: x.new_empty(4, 4)], ids=["empty_like", "new_empty"]
-    )
+    @pytest.mark.parametrize("make", [torch.empty_like, lambda x: x.new_empty(4, 4)], ids=["empty_like", "new_empty"])
     def test_every_allocator(self, make: Callable[[Tensor], Tensor]) -> None:
         def fn() -> Tensor:
             page = make(torch.ones(4, 4))

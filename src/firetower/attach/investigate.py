@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -12,61 +11,19 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from firetower.attach.frame import Call
 from firetower.attach.investigate_fire import fire_of_event, fire_of_output
 from firetower.attach.investigate_page import page
+from firetower.attach.investigate_runs import FirstRun, OpRun, SecondRun, first_run
 from firetower.attach.state import CallState
-from firetower.core.errors import InvestigateError, NonFiniteError
-from firetower.core.records import BadValue, Fire, Kind, TensorSummary
+from firetower.core.errors import InvestigateError
+from firetower.core.records import Fire, TensorSummary
 from firetower.fires.safe import SafeStore
 from firetower.fires.store import Store
-from firetower.sensors.check import Frame, first_bad
 from firetower.sensors.ops_events import Cause, LaunderEvent, OpEvent
-from firetower.sensors.ops_mode import OpsMode, quiet
-from firetower.sensors.ops_names import tensors_under
-from firetower.sensors.ops_values import plain, readable
 from firetower.sensors.summary import summarize
 
 CLEAN_SECOND_RUN = "clean second run: state, ordering or layout"
 _MAX_WEIGHTS = 16
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class FirstRun:
-    """What the cheap run saw: fires of the watched modules, a bad value in the result, an exception.
-
-    ``bad_output`` is (path, first bad value, summary). ``error`` is the exception in words.
-    """
-
-    fires: tuple[Fire, ...] = ()
-    bad_output: tuple[str, BadValue, TensorSummary] | None = None
-    error: str | None = None
-    num_modules: int = 0
-
-    @property
-    def is_bad(self) -> bool:
-        """Whether it saw a NaN or +Inf; a -Inf can be legal, the second run tells."""
-        seen = [fire.first.kind for fire in self.fires]
-        if self.bad_output is not None:
-            seen.append(self.bad_output[1].kind)
-        return any(kind is not Kind.NEG_INF for kind in seen)
-
-    @property
-    def is_suspicious(self) -> bool:
-        """Whether a second run is needed to tell."""
-        return bool(self.fires) or self.bad_output is not None or self.error is not None
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SecondRun:
-    """What the op-level run saw. ``origin`` None means that it was clean."""
-
-    origin: OpEvent | None
-    num_ops: int
-    num_checked: int
-    num_events: int
-    not_covered: Mapping[str, int]
-    error: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,99 +97,16 @@ def investigate(
     call = functools.partial(fn_or_model, *args, **kwargs)
     named = _named(fn_or_model, args, kwargs)
     state = CallState(fn_or_model, named)
-    first, result = _first_run(call, state.modules)
+    first, result = first_run(call, state.modules)
     if state.modules and not first.is_suspicious:
         return Investigation(burned=False, first_run=first, result=result)
     state.restore()
-    run = _OpRun(call, state.modules, named, first)
+    run = OpRun(call, state.modules, named, first)
     return _conclude(run, first, result, state, fn_or_model, firetower_store)
 
 
-def _first_run(call: Callable[[], Any], modules: list[nn.Module]) -> tuple[FirstRun, Any]:
-    from firetower.attach.watch import attach
-
-    result, error, raised = None, None, None
-    with contextlib.ExitStack() as stack:
-        watches = [
-            stack.enter_context(attach(m, level="layers", on_fire="record", store=False)) for m in modules
-        ]
-        try:
-            result = call()
-        except Exception as e:  # noqa: BLE001 - whatever the call raises is a finding
-            error = f"{type(e).__name__}: {e}"
-            raised = e.fire if isinstance(e, NonFiniteError) else None
-        fires = [fire for watch in watches for fire in watch.fires]
-    if raised is not None and not fires:
-        fires = [raised]
-    first = FirstRun(
-        fires=tuple(fires), bad_output=_bad_output(result), error=error, num_modules=len(modules)
-    )
-    return first, result
-
-
-def _bad_output(result: Any) -> tuple[str, BadValue, TensorSummary] | None:
-    found = None
-    for path, x in tensors_under(result, "result"):
-        if not readable(x):
-            continue
-        bad, _ = first_bad(plain(x))
-        if bad is not None and (found is None or found[1].kind is Kind.NEG_INF):
-            found = (path, bad, summarize(path, x))
-            if bad.kind is not Kind.NEG_INF:
-                return found
-    return found
-
-
-class _OpRun:
-    """The second run: every op checked, with the calls of the model in it."""
-
-    def __init__(
-        self, call: Callable[[], Any], modules: list[nn.Module], named: Mapping[str, Any], first: FirstRun
-    ) -> None:
-        self.mode = OpsMode(modules[0] if len(modules) == 1 else None)
-        self.root = modules[0] if len(modules) == 1 else None
-        self.error: str | None = None
-        self._named = named
-        self._calls: list[tuple[int, Call]] = []
-        self.mode.stack.on_root_call = self._begin
-        self.mode.frame = self._frame
-        self.mode.note_inputs((), named)
-        # a +Inf that is harmless to the ops that read it, a gate's say, was bad where the first run saw it
-        self.mode.watch_signals(f.origin.module for f in first.fires)
-        with self.mode:
-            try:
-                self.result = call()
-            except Exception as e:  # noqa: BLE001 - whatever the call raises is a finding
-                self.result, self.error = None, f"{type(e).__name__}: {e}"
-            self.mode.check_output(self.result)
-
-    def _begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        with quiet():
-            self._calls.append((self.mode.num_ops, Call.begin(args, kwargs)))
-        self.mode.note_inputs(args, {**kwargs, **{n: v for n, v in self._named.items() if n not in kwargs}})
-
-    def _frame(self) -> Frame | None:
-        return self._calls[-1][1].frame() if self._calls and self._calls[-1][1].tokens() is not None else None
-
-    def step_of(self, event: OpEvent) -> tuple[int, Call | None]:
-        """Number and arguments of the model call that an event belongs to."""
-        before = [(i, call) for i, (start, call) in enumerate(self._calls) if start <= event.index]
-        return before[-1] if before else (0, None)
-
-    def second(self) -> SecondRun:
-        """What is kept of it."""
-        return SecondRun(
-            origin=self.mode.origin,
-            num_ops=self.mode.num_ops,
-            num_checked=self.mode.num_checked,
-            num_events=self.mode.num_events,
-            not_covered=dict(self.mode.not_covered),
-            error=self.error,
-        )
-
-
 def _conclude(
-    run: _OpRun,
+    run: OpRun,
     first: FirstRun,
     result: Any,
     state: CallState,
@@ -284,19 +158,21 @@ def _store(fire: Fire, target: Store | str | Path | Literal[False] | None) -> li
         store.close()
 
 
-def _findings(run: _OpRun, first: FirstRun) -> Iterator[str]:
+def _findings(run: OpRun, first: FirstRun) -> Iterator[str]:
     if run.mode.origin is None and first.is_bad:
         yield "run the call several times to learn how often it burns"
     if run.mode.origin is None and not first.is_bad and (first.fires or first.bad_output):
         yield "the -Inf that the first run saw is legal: an op wrote it on purpose, and none made harm of it"
-    if first.error != run.error:
+    if first.was_stopped:
+        yield "the run was ended at its first bad step: sampling from it would have failed on the device for good"
+    elif first.error != run.error:
         ends = [error or "a result" for error in (first.error, run.error)]
         yield f"the first run ended with {ends[0]}, the second with {ends[1]}"
     if run.mode.failures:
         yield f"op-level sensing failed {run.mode.failures} times, last with {run.mode.last_failure}"
 
 
-def _weights(run: _OpRun, origin: OpEvent | None) -> Iterator[TensorSummary]:
+def _weights(run: OpRun, origin: OpEvent | None) -> Iterator[TensorSummary]:
     if origin is None:
         return
     if origin.tensor_summary is not None and origin.cause in (Cause.WEIGHT, Cause.BUFFER):

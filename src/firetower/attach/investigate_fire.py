@@ -25,7 +25,7 @@ from firetower.sensors.ops_events import OpEvent
 from firetower.sensors.ops_mode import OpsMode
 
 if TYPE_CHECKING:
-    from firetower.attach.investigate import FirstRun
+    from firetower.attach.investigate_runs import FirstRun
 
 
 def fire_of_event(

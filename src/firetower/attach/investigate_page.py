@@ -84,11 +84,7 @@ def _tensors(label: str, tensors: tuple[TensorSummary, ...]) -> Iterator[tuple[s
     for t in tensors:
         absmax = "-" if t.absmax is None else f"{t.absmax:.4g}"
         headroom = "-" if t.headroom is None else f"{t.headroom:.3g}x" if t.headroom < 1e4 else "ample"
-        bad = (
-            f"NaN {t.num_nan}, +Inf {t.num_pos_inf}, -Inf {t.num_neg_inf}"
-            if t.num_nonfinite
-            else "all finite"
-        )
+        bad = f"NaN {t.num_nan}, +Inf {t.num_pos_inf}, -Inf {t.num_neg_inf}" if t.num_nonfinite else "all finite"
         name = "" if t.name == label else f"{t.name} "
         numbers = f"absmax {absmax}, headroom {headroom}, zeros {t.zero_frac:.1%}"
         yield label, f"{name}{list(t.shape)} {t.dtype}: {bad}, {numbers}"
@@ -101,14 +97,14 @@ def _run_lines(found: Investigation) -> Iterator[tuple[str, str]]:
         seen.append(f"{KIND_NAMES[first.bad_output[1].kind]} in {first.bad_output[0]}")
     if first.error is not None:
         seen.append(first.error)
+    if first.was_stopped:
+        seen.append("ended there")
     yield "first run", "bad at " + "; ".join(seen) if seen else f"clean, {first.num_modules} modules watched"
     if second is None:
         return
     covered = f"{second.num_ops} ops, {second.num_checked} outputs checked"
     if second.not_covered:
-        covered += ", not covered: " + ", ".join(
-            f"{n} ({reason})" for reason, n in second.not_covered.items()
-        )
+        covered += ", not covered: " + ", ".join(f"{n} ({reason})" for reason, n in second.not_covered.items())
     yield "second run", covered + (f"; {second.error}" if second.error else "")
 
 

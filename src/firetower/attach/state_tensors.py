@@ -108,7 +108,5 @@ def _fingerprint(x: Tensor) -> int:
     total = 0
     for i, chunk in enumerate(_bytes_of(x).split(_CHUNK)):
         weights = torch.arange(1, len(chunk) + 1, device=chunk.device, dtype=torch.int64)
-        total = (total * 1_000_003 + i + int((chunk.to(torch.int64) * weights).sum().item())) & (
-            (1 << 64) - 1
-        )
+        total = (total * 1_000_003 + i + int((chunk.to(torch.int64) * weights).sum().item())) & ((1 << 64) - 1)
     return total

@@ -80,18 +80,11 @@ class Walk:
         if isinstance(value, _IMMUTABLE) or id(value) in self._seen:
             return
         package = type(value).__module__.partition(".")[0]
-        if (
-            package in _SKIPPED_PACKAGES
-            or package == "firetower"
-            or value is sys.stdout
-            or value is sys.stderr
-        ):
+        if package in _SKIPPED_PACKAGES or package == "firetower" or value is sys.stdout or value is sys.stderr:
             self._seen[id(value)] = value
             return
         if len(self._seen) >= _MAX_OBJECTS:
-            raise InvestigateError(
-                f"{path}: reaches more than {_MAX_OBJECTS} objects; pass the tensors themselves"
-            )
+            raise InvestigateError(f"{path}: reaches more than {_MAX_OBJECTS} objects; pass the tensors themselves")
         self._seen[id(value)] = value
         for kind, visit in _VISITORS:
             if isinstance(value, kind):
@@ -129,9 +122,7 @@ class Walk:
         def undo() -> None:
             if not _same_items(value, saved):
                 # the plain type's methods: subclasses such as ModelOutput forbid their own
-                base = next(
-                    b for b in (collections.OrderedDict, dict, MutableMapping) if isinstance(value, b)
-                )
+                base = next(b for b in (collections.OrderedDict, dict, MutableMapping) if isinstance(value, b))
                 base.clear(value)
                 base.update(value, saved)
 

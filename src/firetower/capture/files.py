@@ -21,8 +21,10 @@ MAX_JSON_BYTES = 64 << 20
 _BLOCK_BYTES = 1 << 20
 
 
-def write_folder(target: Path, parts: dict[str, Iterable[bytes]]) -> None:
+def write_folder(target: Path, parts: Iterable[tuple[str, Iterable[bytes]]]) -> None:
     """Make a folder (0700) of files (0600), whole or not at all; the disk has it before this returns.
+
+    ``parts`` are names and contents; they are taken one by one, so that they need not fit into memory.
 
     Raises:
         CaptureError: ``target`` exists, or it could not be written; then nothing is left of it.
@@ -35,7 +37,7 @@ def write_folder(target: Path, parts: dict[str, Iterable[bytes]]) -> None:
     except OSError as e:
         raise CaptureError(f"folder={str(target.parent)!r}: {e.strerror or e}; choose another folder") from e
     try:
-        for name, pieces in parts.items():
+        for name, pieces in parts:
             write_file(temporary / name, pieces)
         _sync_folder(temporary)
         os.rename(temporary, target)

@@ -78,7 +78,7 @@ def write_capture(capture: Capture, folder: Path | str) -> Path:
         CaptureError: the folder exists, something cannot be stored, or the disk is full; nothing is left then.
     """
     target = Path(folder)
-    write_folder(target, capture_parts(capture))
+    write_folder(target, capture_parts(capture).items())
     return target
 
 

@@ -12,11 +12,12 @@ from firetower.core.records import Fire
 CAPTURE_SCHEMA = 1
 """Version of the capture folder; readers refuse a newer one."""
 
-SAMPLING_KEYS = frozenset(
-    "best_of do_sample early_stopping frequency_penalty greedy ignore_eos length_penalty max_completion_tokens "
-    "max_new_tokens max_output_tokens max_tokens min_new_tokens min_p min_tokens n num_beams presence_penalty "
-    "repetition_penalty seed temperature top_a top_k top_logprobs top_p typical_p use_beam_search".split()
-)
+SAMPLING_KEYS = frozenset({
+    "best_of", "do_sample", "early_stopping", "frequency_penalty", "greedy", "ignore_eos", "length_penalty",
+    "max_completion_tokens", "max_new_tokens", "max_output_tokens", "max_tokens", "min_new_tokens", "min_p",
+    "min_tokens", "n", "num_beams", "presence_penalty", "repetition_penalty", "seed", "temperature",
+    "top_a", "top_k", "top_logprobs", "top_p", "typical_p", "use_beam_search",
+})  # fmt: skip
 """Keys of a request body that say how tokens are chosen, as numbers or switches."""
 
 KINDS = ("chat.completions", "completions", "responses", "messages", "call", "other")

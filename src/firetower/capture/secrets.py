@@ -16,12 +16,14 @@ ALLOWED_HEADERS = frozenset({"accept", "content-type", "user-agent", "x-request-
 
 MAX_HEADER_CHARS = 512
 
-_SECRET_NAMES = frozenset(
-    "accesskey accesstoken apikey apikeys apitoken auth authorization authtoken awsaccesskeyid bearer bearertoken "
-    "clientsecret cookie cookies credential credentials hftoken idtoken jwt passphrase passwd password privatekey "
-    "proxyauthorization pwd refreshtoken secret secretkey secrets sessionid sessiontoken setcookie sig signature "
-    "token xamzsignature xamzcredential xamzsecuritytoken xapikey".split()
-)
+_SECRET_NAMES = frozenset({
+    "accesskey", "accesstoken", "apikey", "apikeys", "apitoken", "auth", "authorization", "authtoken",
+    "awsaccesskeyid", "bearer", "bearertoken", "clientsecret", "cookie", "cookies", "credential",
+    "credentials", "hftoken", "idtoken", "jwt", "passphrase", "passwd", "password", "privatekey",
+    "proxyauthorization", "pwd", "refreshtoken", "secret", "secretkey", "secrets", "sessionid",
+    "sessiontoken", "setcookie", "sig", "signature", "token", "xamzsignature", "xamzcredential",
+    "xamzsecuritytoken", "xapikey",
+})  # fmt: skip
 _SECRET_ENDINGS = ("accesskey", "accesstoken", "apikey", "authtoken", "password", "privatekey", "secret", "secretkey")
 _URL_SECRET_NAMES = _SECRET_NAMES | {"key", "code", "sv"}
 

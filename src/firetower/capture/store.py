@@ -128,8 +128,9 @@ class CaptureFolder:
             self._sweep()
             stored = list(self._scan())
             same = [s for s in stored if s.origin_hash == origin]
-            if same and len(same) >= self.limits.per_origin:
-                return self._merge(max(same, key=lambda s: s.created_s))
+            twin = [s for s in same if s.id == capture.id]
+            if twin or (same and len(same) >= self.limits.per_origin):
+                return self._merge(max(twin or same, key=lambda s: s.created_s))
             newest = time.time() - self.limits.window_s
             if sum(s.created_s > newest for s in stored) >= self.limits.max_per_window:
                 limits = self.limits
@@ -147,7 +148,7 @@ class CaptureFolder:
                 _logger.warning("captures are not kept: %s (later failures are only counted)", self.last_error)
             return AddResult(outcome=AddOutcome.FAILED, reason=self.last_error)
 
-    def list(self) -> list[StoredCapture]:
+    def captures(self) -> list[StoredCapture]:
         """Every whole capture, newest first; half-written ones and strangers are left out."""
         return sorted(self._scan(), key=lambda s: (s.created_s, s.path.name), reverse=True)
 
@@ -157,7 +158,7 @@ class CaptureFolder:
         Raises:
             CaptureError: none, or several.
         """
-        matches = [s for s in self.list() if s.path.name.startswith(id_or_prefix)]
+        matches = [s for s in self.captures() if s.path.name.startswith(id_or_prefix)]
         exact = [s for s in matches if s.id == id_or_prefix]
         matches = exact if len(exact) == 1 else matches
         if not matches:
@@ -207,7 +208,7 @@ class CaptureFolder:
             parts = {name: list(pieces) for name, pieces in capture_parts(slim).items()}
         if used + _size(parts) > limit:
             return self._refuse(f"over the quota: {used:,} of {limit:,} bytes used; firetower capture prune")
-        write_folder(target, dict(parts))
+        write_folder(target, parts.items())
         return AddResult(outcome=AddOutcome.KEPT, path=target, reason=reason)
 
     def _merge(self, stored: StoredCapture) -> AddResult:

@@ -38,9 +38,7 @@ class Judge:
         """Forget which harmless values turned harmful; their storages keep their states."""
         self._fired = {}
 
-    def output(
-        self, ran: Ran, x: Tensor, number: int, operands: list[Operand], *, has_constant: bool
-    ) -> None:
+    def output(self, ran: Ran, x: Tensor, number: int, operands: list[Operand], *, has_constant: bool) -> None:
         """Judge one non-finite output.
 
         Args:
@@ -110,9 +108,7 @@ class Judge:
             return Owner(Cause.CARRIED, str(operand.entry.carried))
         return owner
 
-    def _from_unwritten(
-        self, ran: Ran, x: Tensor, number: int, flags: Flags, operands: list[Operand]
-    ) -> bool:
+    def _from_unwritten(self, ran: Ran, x: Tensor, number: int, flags: Flags, operands: list[Operand]) -> bool:
         source = next((o for o in operands if o.entry is not None and o.entry.unwritten), None)
         if source is None:
             return False
@@ -185,6 +181,9 @@ class Judge:
     def _from_neg_inf(self, ran: Ran, x: Tensor, number: int, flags: Flags, operands: list[Operand]) -> None:
         """What is left: legal -Inf in, or nothing but finite values."""
         masks = [o for o in operands if o.flags.neg_inf]
+        if flags.only_neg_inf and _adds_masks(ran, x, operands):
+            self._set_legal(ran, x, operands)
+            return
         if not masks:
             self._own(ran, x, number, bad_places(x, neg_inf=True), _OWN)
             return
@@ -292,6 +291,21 @@ def _is_unexplained_state(operand: Operand) -> bool:
 
 def _overlap(a: Flags, b: Flags) -> bool:
     return (a.nan and b.nan) or (a.pos_inf and b.pos_inf) or (a.neg_inf and b.neg_inf)
+
+
+def _adds_masks(ran: Ran, x: Tensor, operands: list[Operand]) -> bool:
+    """Whether a sum is -Inf only where an input was -Inf, or the type's lowest value: masked, and then overflowed.
+
+    Float16 scores below -16 plus a mask of -65504 are -Inf, and so is the sum of two such masks.
+    """
+    places = _unexplained_places(ran.info, x, operands)
+    if places is None or ran.info.root not in ("add", "sub") or x.is_complex():
+        return False
+    for _, argument in ran.arguments:
+        if argument.is_floating_point() and argument.element_size() > 1:
+            lowest = (argument == torch.finfo(argument.dtype).min).to(places.device)
+            places = places & ~lowest.broadcast_to(places.shape)
+    return not bool(places.any())
 
 
 def _unexplained_places(info: OpInfo, x: Tensor, operands: list[Operand]) -> Tensor | None:

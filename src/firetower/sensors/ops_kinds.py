@@ -66,9 +66,7 @@ _LAUNDERERS = _words(
 )
 """Ops known to make a bad value disappear: their inputs are read even when nothing bad was seen before."""
 
-_ALLOCATORS = _words(
-    "empty empty_like empty_permuted empty_quantized empty_strided new_empty new_empty_strided resize"
-)
+_ALLOCATORS = _words("empty empty_like empty_permuted empty_quantized empty_strided new_empty new_empty_strided resize")
 _SHAPE_ONLY = _words(
     """
     empty_like full_like new_empty new_empty_strided new_full new_ones new_zeros ones_like rand_like

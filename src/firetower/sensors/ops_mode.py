@@ -190,9 +190,7 @@ class OpsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kept: Snapshots | None = self._guarded(take)
         return kept
 
-    def _observe(
-        self, info: OpInfo, index: int, args: Any, kwargs: Any, out: Any, before: Snapshots | None
-    ) -> None:
+    def _observe(self, info: OpInfo, index: int, args: Any, kwargs: Any, out: Any, before: Snapshots | None) -> None:
         outputs = self._float_outputs(info, args, kwargs, out)
         if info.is_allocator:
             self._allocated(info, index, outputs)
@@ -212,9 +210,7 @@ class OpsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _float_outputs(self, info: OpInfo, args: Any, kwargs: Any, out: Any) -> list[tuple[int, Tensor]]:
         found = list(tensors_in(out))
         if not found and info.mutated:
-            found = [
-                t for n, v in named_arguments(info, args, kwargs) if n in info.mutated for t in tensors_in(v)
-            ]
+            found = [t for n, v in named_arguments(info, args, kwargs) if n in info.mutated for t in tensors_in(v)]
         if info.first_output_only:
             found = found[:1]
         outputs = []
@@ -248,9 +244,7 @@ class OpsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for number, x in dirty:
             self._judge.output(ran, x, number, read, has_constant=has_constant)
 
-    def _find_laundering(
-        self, info: OpInfo, index: int, args: Any, kwargs: Any, before: Snapshots | None
-    ) -> None:
+    def _find_laundering(self, info: OpInfo, index: int, args: Any, kwargs: Any, before: Snapshots | None) -> None:
         if info.is_inspector or _compares_for_nonfinite(info, args):
             return
         read = operands(info, args, kwargs, before, self._table)
@@ -321,9 +315,7 @@ def quiet() -> AbstractContextManager[Any]:
 _NOTHING: AbstractContextManager[Any] = contextlib.nullcontext()
 
 
-def _arguments(
-    info: OpInfo, args: Any, kwargs: Any, before: Snapshots | None
-) -> tuple[tuple[str, Tensor], ...]:
+def _arguments(info: OpInfo, args: Any, kwargs: Any, before: Snapshots | None) -> tuple[tuple[str, Tensor], ...]:
     found = []
     for name, value in named_arguments(info, args, kwargs):
         if name in info.outs or (info.overwrites and name in info.mutated):

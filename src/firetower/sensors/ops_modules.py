@@ -97,9 +97,7 @@ class ModuleStack:
             return
         self._name(self.model)
         for module in self.model.modules():
-            self._handles.append(
-                module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
-            )
+            self._handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
             self._handles.append(module.register_forward_hook(self._leave, always_call=True))
 
     def remove(self) -> None:

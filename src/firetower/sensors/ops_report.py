@@ -112,9 +112,7 @@ class Report:
         )
         return self._keep(event)
 
-    def bad_output(
-        self, source: Operand, number: int, where: Writer | int, owner: Owner, place: str
-    ) -> OpEvent:
+    def bad_output(self, source: Operand, number: int, where: Writer | int, owner: Owner, place: str) -> OpEvent:
         """A bad value that leaves the model without any op having been seen to make it.
 
         ``where`` is the allocation of memory that nobody wrote, or the number of ops that ran before.
@@ -209,11 +207,7 @@ class Report:
         if source is None:
             return {}
         value = source.value
-        if (
-            owner is not None
-            and owner.tensor is not None
-            and bool(bad_places(owner.tensor, neg_inf=True).any())
-        ):
+        if owner is not None and owner.tensor is not None and bool(bad_places(owner.tensor, neg_inf=True).any()):
             value = owner.tensor.detach()
         name = None if owner is None else owner.name
         return {

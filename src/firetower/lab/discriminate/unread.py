@@ -86,18 +86,21 @@ def _reduces(op: Op, b: Rows) -> bool:
 def _fills(look: Look) -> Iterator[Fact]:
     if not (look.can(Switch.FILL_A) and look.can(Switch.FILL_B)):
         return
-    first, again = look.outcome(Switch.FILL_A), look.outcome(Switch.FILL_A, 1)
-    second = look.outcome(Switch.FILL_B)
-    if first is None or again is None or second is None:
+    served, first, second = look.outcome(), look.outcome(Switch.FILL_A), look.outcome(Switch.FILL_B)
+    served_again, first_again = look.outcome(number=1), look.outcome(Switch.FILL_A, 1)
+    if served is None or first is None or second is None or served_again is None or first_again is None:
         return
-    values = f"{FILLS[Switch.FILL_A]:g} and {FILLS[Switch.FILL_B]:g}"
-    if not look.same(first, again):
+    if not (look.same(served, served_again) and look.same(first, first_again)):
         # an outcome that differs from itself says nothing about fills
         return
-    differ = not look.same(first, second)
-    result = "differs, so they are read" if differ else "is the same"
-    text = f"unread places filled with {values}: the outcome {result}"
-    yield fact("fills_differ", differ, text)
+    values = f"unread places filled with {FILLS[Switch.FILL_A]:g} and with {FILLS[Switch.FILL_B]:g}"
+    if not look.same(first, second):
+        yield fact("fills_differ", True, f"{values}: the outcomes differ, so the places are read")
+    elif not look.same(served, first):
+        text = "both outcomes are the same and not that of the real content: it is read, with weight 0"
+        yield fact("fills_differ", True, f"{values}: {text}")
+    else:
+        yield fact("fills_differ", False, f"{values}: the outcome stays the same")
 
 
 def _zeroed(look: Look) -> Iterator[Fact]:

@@ -77,7 +77,5 @@ def _lower_limit(fires: int, tries: int, confidence: float) -> float:
     if not fires:
         return 0.0
     barrier = log_mixture(fires, tries) + math.log1p(-confidence)
-    root = brentq(
-        lambda p: barrier - log_likelihood(fires, tries, p), 1e-300, fires / tries, xtol=1e-15, rtol=1e-12
-    )
+    root = brentq(lambda p: barrier - log_likelihood(fires, tries, p), 1e-300, fires / tries, xtol=1e-15, rtol=1e-12)
     return float(root)

@@ -138,7 +138,7 @@ def _rounds_index(fired: NDArray[np.int64], tries: NDArray[np.int64]) -> NDArray
     squares = ((fired - rate[..., None] * tries) ** 2).sum(axis=-1)
     expected = num_tries * rate * (1 - rate) * (num_rounds - 1) / num_rounds
     # a simulated set in which every try fired, or none, has no scatter at all
-    return np.divide(squares, expected, out=np.zeros_like(squares), where=expected > 0)
+    return np.asarray(np.divide(squares, expected, out=np.zeros_like(squares), where=expected > 0))
 
 
 def _compositions(total: int, shape: tuple[int, int], rng: np.random.Generator) -> NDArray[np.int64]:

@@ -9,16 +9,17 @@ from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import binom, hypergeom, norm
+from scipy.stats import binom, norm
 
 from firetower.core.errors import StatsError
 from firetower.lab.stats.check import check_between, check_whole
+from firetower.lab.stats.given_total import lower_tails
 from firetower.lab.stats.text import count, percent, share
 
-MAX_PLANNED = 1_000_000
+MAX_PLANNED = 50_000
 """Tries an arm beyond which no plan is made: nobody replays that often."""
 
-_NEGLIGIBLE = 1e-10
+_NEGLIGIBLE = 1e-9
 _LOOK_BACK = 12
 
 
@@ -54,7 +55,7 @@ class Plan:
 def plan(rate_a: float, rate_b: float, *, power: float = 0.8, confidence: float = 0.95) -> Plan:
     """Tries an arm so that `compare` at the planned n finds the difference with probability ``power``.
 
-    The power is summed exactly over outcomes (those rarer than 1e-10 aside) for Fisher's two-sided test. It rises
+    The power is summed exactly over outcomes (those rarer than 1e-9 aside) for Fisher's two-sided test. It rises
     in a saw-tooth with n: the answer reaches the wanted power, one try fewer does not.
 
     Args:
@@ -97,18 +98,16 @@ def power_at(tries: int, rate_a: float, rate_b: float, *, confidence: float = 0.
     fires_a, weight_a = _likely_fires(tries, check_between("rate", rate_a, zero=True, one=True))
     fires_b, weight_b = _likely_fires(tries, check_between("rate", rate_b, zero=True, one=True))
     total = fires_a[:, None] + fires_b[None, :]
-    tails = _tails(tries, int(total.min()), int(total.max()), int(max(fires_a[-1], fires_b[-1])))
+    totals = np.arange(total.min(), total.max() + 1)
+    fewest, most = int(min(fires_a[0], fires_b[0])), int(max(fires_a[-1], fires_b[-1]))
+    # of at least 2 x fewest fires, one arm gets this few once in 10^20 times: no need to sum from 0
+    least = max(0, fewest - 10 * math.isqrt(fewest + 1))
+    tails = lower_tails(tries, tries, totals, least, most)
     row = total - total.min()
     # both arms have the same number of tries, so one table serves the fires of either
-    smaller_tail = np.minimum(tails[row, fires_a[:, None]], tails[row, fires_b[None, :]])
+    smaller_tail = np.minimum(tails[row, fires_a[:, None] - least], tails[row, fires_b[None, :] - least])
     rejects = 2 * smaller_tail <= 1 - confidence + 1e-12
     return float(weight_a @ rejects @ weight_b)
-
-
-def _tails(tries: int, low: int, high: int, most: int) -> NDArray[np.float64]:
-    """P(at most k fires in one arm | t in both), by t - ``low`` and k; summed here, scipy's cdf is slow in bulk."""
-    totals = np.arange(low, high + 1)[:, None]
-    return np.asarray(hypergeom.pmf(np.arange(most + 1), 2 * tries, totals, tries).cumsum(axis=1))
 
 
 def _likely_fires(tries: int, rate: float) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
@@ -122,24 +121,30 @@ def _normal_guess(rate_a: float, rate_b: float, power: float, confidence: float)
     """The textbook normal approximation: where to start looking."""
     z = norm.ppf((1 + confidence) / 2) + max(0.0, norm.ppf(power))
     variance = rate_a * (1 - rate_a) + rate_b * (1 - rate_b)
-    return max(2, math.ceil(z**2 * variance / (rate_a - rate_b) ** 2))
+    # a gap so small that its square would underflow needs too many tries anyway
+    gap = max(abs(rate_a - rate_b), 1e-9)
+    return max(2, math.ceil(float(z) ** 2 * variance / gap**2))
 
 
 def _first_that_reaches(reached: Callable[[int], bool], guess: int, rates: tuple[float, float]) -> int:
     """Smallest number of tries that reaches the power, but for dips of the saw-tooth further below."""
     high = guess
-    while not reached(high):
-        high = math.ceil(high * 1.25) + 1
+    while high > MAX_PLANNED or not reached(high):
+        high = math.ceil(high * 1.1) + 1
         if high > MAX_PLANNED:
             raise StatsError(
                 f"rates={share(rates[0])}, {share(rates[1])}: would need more than {MAX_PLANNED:,} tries an arm; "
                 "plan for a larger difference"
             )
-    low = high // 2 if not reached(high // 2) else 0
+    low = high * 3 // 4
+    if low and reached(low):
+        low, high = 0, low
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if reached(middle) else (middle, high)
     # a dip of the saw-tooth may have stopped the bisection above a smaller n that reaches it
-    while below := next((n for n in range(high - 1, max(0, high - _LOOK_BACK), -1) if reached(n)), None):
+    while True:
+        below = next((n for n in range(high - 1, max(0, high - _LOOK_BACK), -1) if reached(n)), None)
+        if below is None:
+            return high
         high = below
-    return high
