@@ -218,6 +218,32 @@ def test_any_other_model_gets_every_leaf() -> None:
     assert watch.fires[0].first.kind is Kind.POS_INF
 
 
+def test_masks_of_an_unknown_model_are_silent_until_they_burn() -> None:
+    class Mask(nn.Module):
+        def forward(self, scores: Tensor) -> Tensor:
+            return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.mask, self.softmax = nn.Linear(4, 4), Mask(), nn.Softmax(-1)
+            self.log_probs = nn.LogSoftmax(-1)
+
+        def forward(self, x: Tensor, *, burn: bool = False) -> Tensor:
+            scores = self.mask(self.q(x) @ x.transpose(-1, -2))
+            if burn:
+                scores[0, 1] = float("-inf")
+            self.log_probs(scores * 1e4)
+            return self.softmax(scores)
+
+    model = Attention()
+    with firetower.attach(model, store=False, on_fire="record") as watch, torch.no_grad():
+        model(torch.randn(2, 5, 4))
+        assert watch.fires == []
+        model(torch.randn(2, 5, 4), burn=True)
+    assert (watch.fires[0].origin.module, watch.fires[0].first.row) == ("log_probs", 1)
+
+
 def test_laundered_value_is_reported() -> None:
     class Launder(Generic):
         def forward(self, x: Tensor) -> Tensor:

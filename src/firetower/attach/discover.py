@@ -109,9 +109,12 @@ def _child(module: nn.Module, names: tuple[str, ...]) -> str | None:
 
 
 def _leaves(model: nn.Module) -> Iterator[Tap]:
+    """Every module without children. One without parameters may be a mask or a log of probabilities: -Inf is legal."""
     for path, module in model.named_modules():
         if not any(True for _ in module.children()):
-            signal = Signal(stage=type(module).__name__, module=path)
+            is_computed = any(True for _ in module.parameters())
+            legal = Legal.FINITE if is_computed else Legal.NEG_INF
+            signal = Signal(stage=type(module).__name__, module=path, legal=legal)
             yield Tap(signal=signal, module=module, side=Side.OUTPUTS)
 
 

@@ -136,6 +136,7 @@ def _capture(
     findings: Sequence[Mapping[str, Any]],
     prompt_token_ids: Any,
     engine_settings: Mapping[str, Any] | None,
+    outputs: Sequence[Output],
     tensors: Mapping[str, RawTensor] | None,
     is_lenient: bool,
     **fields: Any,
@@ -149,6 +150,7 @@ def _capture(
         engine_settings=settings.value,
         fire=fire,
         findings=tuple(findings),
+        outputs=tuple(outputs),
         tensors=dict(tensors or {}),
         left_out=tuple(f"{place}: a secret" for place in settings.dropped),
         **fields,
@@ -177,4 +179,5 @@ def _are_ids(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool)
+    # an array has __index__ too, for the case of one element
+    return hasattr(value, "__index__") and not hasattr(value, "__len__") and not isinstance(value, bool)

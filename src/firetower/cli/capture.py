@@ -148,6 +148,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _pack(args: argparse.Namespace) -> int:
+    from firetower.capture.files import read_small
     from firetower.capture.pack import pack
     from firetower.capture.schema import CAPTURE, parse_document
     from firetower.cli.output import say
@@ -156,7 +157,7 @@ def _pack(args: argparse.Namespace) -> int:
     num_bytes = pack(path, args.output, force=args.force)
     if args.json:
         _print_json({"output": args.output, "num_bytes": num_bytes})
-    head = parse_document((path / CAPTURE).read_bytes(), CAPTURE)
+    head = parse_document(read_small(path, CAPTURE), CAPTURE)
     if head.get("redaction") is None:
         say("it holds the request word for word; firetower capture redact makes one without")
     say(f"Wrote {_visible(args.output)} ({num_bytes:,} bytes)")

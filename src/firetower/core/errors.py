@@ -52,6 +52,10 @@ class StatsError(FiretowerError, ValueError):
     """Counts or rates that no statistic can be made of."""
 
 
+class ReplayError(FiretowerError):
+    """A replay that cannot be made as asked, or a campaign that cannot be read or gone on with."""
+
+
 class MissingExtraError(FiretowerError, ImportError):
     """An optional dependency is not installed; the message names the extra to install."""
 

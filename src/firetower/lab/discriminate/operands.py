@@ -98,7 +98,8 @@ def _norm(look: Look) -> Iterator[Fact]:
         source.values.reshape(-1, source.values.shape[-1]),
         op.outputs[0].values.reshape(-1, source.values.shape[-1]),
     )
-    rows = np.isinf(x).any(-1) & ~np.isnan(x).any(-1)
+    # a row of nothing but Inf is a mask or a pole, no vector with an Inf in it
+    rows = np.isinf(x).any(-1) & ~np.isnan(x).any(-1) & ~np.isinf(x).all(-1)
     shape = all(
         bool((np.isnan(b) == np.isinf(a)).all()) and not b[~np.isinf(a)].any()
         for a, b in zip(x[rows], y[rows], strict=True)

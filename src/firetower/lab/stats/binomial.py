@@ -33,7 +33,7 @@ class Rate:
     @property
     def sentence(self) -> str:
         """The result in words."""
-        about = "" if not self.fires else f", about 1 in {1 / self.rate:.3g}"
+        about = "" if self.fires in (0, self.tries) else f", about 1 in {1 / self.rate:.3g}"
         return (
             f"{count(self.fires, 'fire')} in {count(self.tries, 'try')}: rate {share(self.rate)}{about}; "
             f"{percent(self.confidence)} {interval(self.lower, self.upper)} ({self.method})."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from typing import Any
 
@@ -57,7 +56,7 @@ def check_between(name: str, value: Any, *, zero: bool = False, one: bool = Fals
     """
     number = float(value)
     inside = 0 < number < 1 or (zero and number == 0) or (one and number == 1)
-    if not inside or math.isnan(number):
-        ends = f"{'from' if zero else 'above'} 0 {'to' if one else 'and below'} 1"
-        raise StatsError(f"{name}={value}: must lie {ends}")
+    if not inside:
+        ends = f"{'at least' if zero else 'above'} 0 and {'at most' if one else 'below'} 1"
+        raise StatsError(f"{name}={value}: must be {ends}")
     return number

@@ -57,7 +57,7 @@ class CleanSoFar:
             else f"{made} exclude rates above {share(self.excludes_above)} at {at}."
         )
         if self.rate is not None and self.chance is not None and self.tries:
-            said += f" A rate of {share(self.rate)} would leave them clean in {share(self.chance)} of all attempts."
+            said += f" A rate of {share(self.rate)} would leave them all clean with probability {share(self.chance)}."
         return said
 
 
@@ -81,8 +81,8 @@ class FixedSupport:
     def sentence(self) -> str:
         """The result in words."""
         return (
-            f'After a change, {count(self.at_point, "clean try")} support "fixed" at {percent(self.confidence)} '
-            f"against the point rate {share(self.before.rate)}; {self.at_lower:,} against the lower limit "
+            f'To support "fixed" at {percent(self.confidence)} after a change: {count(self.at_point, "clean try")} '
+            f"against the point rate {share(self.before.rate)}, {self.at_lower:,} against the lower limit "
             f"{share(self.before.lower)}, which allows for luck in the estimate."
         )
 

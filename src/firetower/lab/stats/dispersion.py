@@ -55,8 +55,8 @@ class Dispersion:
         if self.overdispersed:
             return (
                 f"{rounds} scatter more than independent tries would ({figures}): tries within a round depend on each "
-                "other, or the rate moves between rounds. Intervals from pooled tries are too narrow; count "
-                "rounds instead of tries, or isolate the tries."
+                "other, or the rate moves between rounds. Intervals from pooled tries, and numbers of clean tries, "
+                "are too small then: count rounds instead of tries, or isolate the tries."
             )
         few = " So few rounds would show only gross dependence." if self.num_rounds < 10 else ""
         return f"{rounds} scatter no more than independent tries would ({figures}).{few}"

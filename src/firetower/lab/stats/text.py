@@ -7,14 +7,14 @@ import math
 
 def share(value: float) -> str:
     """A rate or probability: ``.118``, ``.0058``, ``4.6e-06``; never rounded to 0 or 1 when it is neither."""
-    if value in (0, 1) or not math.isfinite(value):
+    if value in (0, 1, -1) or not math.isfinite(value):
         return f"{value:g}"
     size = abs(value)
     sign = "-" if value < 0 else ""
     if size < 1e-4:
         return f"{value:.1e}"
     if 0.9995 <= size < 1:
-        return f"{sign}>.999"
+        return "<-.999" if value < 0 else ">.999"
     digits = 3 if size >= 0.00995 else 4
     return sign + f"{size:.{digits}f}".removeprefix("0")
 
