@@ -379,6 +379,66 @@ def test_submodule_called_on_its_own(moe: Any) -> None:
     assert (watch.fires[0].origin.stage, watch.fires[0].first.column) == ("up", 1)
 
 
+def test_base_model_called_past_the_root(moe: Any) -> None:
+    """``model.model(...)`` runs no hook of the root: bad values are reported all the same, once."""
+    moe.model.layers[0].mlp.shared_expert.up_proj.weight.data[1, 1] = float("inf")
+    with firetower.attach(moe, store=False, on_fire="record") as watch:
+        moe.model(input_ids=prompt(moe))
+        assert [(f.origin.stage, f.count) for f in watch.fires] == [("up", 1)]
+        assert watch.last.origin.signal.stage == "up"
+    with firetower.attach(moe, store=False) as watch, pytest.raises(NonFiniteError) as caught:
+        moe.model(input_ids=prompt(moe))
+    assert caught.value.fire.origin.stage == "up"
+    moe.model.layers[0].mlp.shared_expert.up_proj.weight.data[1, 1] = 0.0
+    with firetower.attach(moe, store=False) as watch:
+        moe.model(input_ids=prompt(moe))
+        assert watch.fires == []
+        assert watch.last.is_clean
+
+
+def test_encoder_decoder_whose_encoder_burns() -> None:
+    """generate() calls the encoder on its own, before any step of the root."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    config = T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0)
+    model: Any = T5ForConditionalGeneration(config).eval()
+    ids = torch.randint(2, 60, (2, 5))
+    with firetower.attach(model, store=False) as watch:
+        model.generate(ids, max_new_tokens=3, num_beams=2)
+        assert watch.fires == []
+    model.encoder.block[1].layer[1].DenseReluDense.wi.weight.data[4, 0] = float("nan")
+    with firetower.attach(model, store=False), pytest.raises(NonFiniteError) as caught:
+        model.generate(ids, max_new_tokens=3)
+    assert caught.value.fire.origin.module == "encoder.block.1.layer.1.DenseReluDense.wi"
+
+
+def test_a_copy_of_a_watched_model_runs_itself() -> None:
+    model = hosts.small_llama()
+    ids = prompt(model)
+    with firetower.attach(model, store=False, on_fire="record") as watch:
+        twin = copy.deepcopy(model)
+        twin.lm_head.weight = nn.Parameter(torch.full_like(model.lm_head.weight, float("nan")))
+        bare = generate(model, ids)
+        assert watch.fires == []
+        generate(twin, ids)
+        assert watch.fires[0].origin.stage == "logits"
+        assert torch.equal(generate(model, ids), bare)
+
+
+def test_detaching_the_inner_of_two_watches_first() -> None:
+    model = hosts.small_llama()
+    ids = prompt(model)
+    bare = generate(model, ids)
+    before = hook_state(model)
+    first = firetower.attach(model, store=False, on_fire="isolate")
+    second = firetower.attach(model, store=False, on_fire="isolate")
+    first.detach()
+    assert torch.equal(generate(model, ids), bare)
+    second.detach()
+    assert hook_state(model) == before
+
+
 def test_fire_goes_to_the_default_store(moe: Any) -> None:
     moe.model.layers[1].input_layernorm.weight.data[0] = float("nan")
     with firetower.attach(moe, name="tiny") as watch, pytest.raises(NonFiniteError) as caught:

@@ -124,7 +124,7 @@ def test_over_the_quota_nothing_is_written_and_old_evidence_stays(tmp_path, capt
 def test_prune_by_age_number_and_size(folder, capture):
     for i in range(5):
         folder.add(at_layer(capture, i))
-        age(folder.find(f"fire-{i}-").path and folder.find(f"fire-{i}-"), (5 - i) * 1000)
+        age(folder.find(f"fire-{i}-"), (5 - i) * 1000)
     assert [s.id for s in folder.captures()] == [f"fire-{i}-0" for i in (4, 3, 2, 1, 0)]
     assert [s.id for s in folder.prune(older_than_s=4500, dry_run=True)] == ["fire-0-0"]
     assert len(folder.captures()) == 5
@@ -144,16 +144,16 @@ def test_prune_by_age_number_and_size(folder, capture):
 
 def test_prune_leaves_strangers_and_links_alone(folder, capture, tmp_path):
     folder.add(capture)
-    outside = tmp_path / "outside~x"
+    outside = tmp_path / "outside+x"
     outside.mkdir()
     (outside / "manifest.json").write_text("{}")
-    (folder.path / "link~x").symlink_to(outside)
+    (folder.path / "link+x").symlink_to(outside)
     (folder.path / "notes").mkdir()
-    (folder.path / "other~y").mkdir()
-    (folder.path / "a file~z").write_text("")
+    (folder.path / "other+y").mkdir()
+    (folder.path / "a file+z").write_text("")
     folder.prune(keep=0)
     assert (outside / "manifest.json").exists()
-    assert {p.name for p in folder.path.iterdir()} == {".lock", "link~x", "notes", "other~y", "a file~z"}
+    assert {p.name for p in folder.path.iterdir()} == {".lock", "link+x", "notes", "other+y", "a file+z"}
 
 
 def test_ids_that_fit_none_or_several_are_errors(folder, capture):

@@ -38,9 +38,7 @@ def kinds(findings):
 
 
 def test_a_healthy_answer_has_no_findings():
-    logprobs = {
-        "content": [{"token": "Hi", "logprob": -0.2, "top_logprobs": [{"token": "Hi", "logprob": -0.2}]}]
-    }
+    logprobs = {"content": [{"token": "Hi", "logprob": -0.2, "top_logprobs": [{"token": "Hi", "logprob": -0.2}]}]}
     assert detect_response(chat("Hi there", logprobs=logprobs)) == []
 
 
@@ -74,9 +72,7 @@ def test_legacy_completions():
 
     assert detect_response(legacy([None, -0.5, -0.25], [None, {"a": -0.5}, {"b": -0.25}])) == []
     assert kinds(detect_response(legacy([-0.5, math.nan]))) == {K.LOGPROB_NONFINITE: S.FIRE}
-    assert kinds(detect_response(legacy([-0.5], [{"a": -0.5, "b": math.nan}]))) == {
-        K.LOGPROB_NONFINITE: S.FIRE
-    }
+    assert kinds(detect_response(legacy([-0.5], [{"a": -0.5, "b": math.nan}]))) == {K.LOGPROB_NONFINITE: S.FIRE}
     assert kinds(detect_response(legacy([-0.5] * 16, None, ["token_id:0"] * 16))) == {K.TOKEN_ZERO: S.WARN}
     # one token that is not an id: no ids at all, rather than wrong places
     assert detect_response(legacy([-0.5] * 17, None, ["x", *["token_id:0"] * 16])) == []

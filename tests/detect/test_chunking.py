@@ -17,12 +17,8 @@ SMALL = DetectConfig(
     token_run_warn=8, token_zero_warn=3, edge_warn=3, vocabulary_size=10, flat_tokens=3,
 )  # fmt: skip
 
-_UNIT = st.sampled_from(
-    ["!", "=", "G ", "ab", "0, ", "<unk>", "的", "a longer piece of text; ", "x" * 5 + "\n"]
-)
-_PIECE = st.one_of(
-    st.text(max_size=40), st.tuples(_UNIT, st.integers(1, 400)).map(lambda pair: pair[0] * pair[1])
-)
+_UNIT = st.sampled_from(["!", "=", "G ", "ab", "0, ", "<unk>", "的", "a longer piece of text; ", "x" * 5 + "\n"])
+_PIECE = st.one_of(st.text(max_size=40), st.tuples(_UNIT, st.integers(1, 400)).map(lambda pair: pair[0] * pair[1]))
 _TEXT = st.lists(_PIECE, max_size=6).map("".join)
 
 
@@ -78,9 +74,7 @@ def test_cutting_ids_and_logprobs_changes_nothing(ids, values, size, finish):
 
 
 TEXTS = {
-    "prose": "".join(
-        f"Line {i}: the watcher writes down wind, smoke and hour {i * i % 977}.\n" for i in range(3000)
-    ),
+    "prose": "".join(f"Line {i}: the watcher writes down wind, smoke and hour {i * i % 977}.\n" for i in range(3000)),
     "one glyph": "!" * 150_000,
     "short loop": "ab" * 75_000,
     "near loops": ("a" * 127 + "b") * 1200,

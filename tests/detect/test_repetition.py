@@ -17,9 +17,7 @@ PROSE = (
 )
 
 
-def judge(
-    text: str, *, piece: int = 7, finish: str = "stop", config: DetectConfig | None = None
-) -> list[Finding]:
+def judge(text: str, *, piece: int = 7, finish: str = "stop", config: DetectConfig | None = None) -> list[Finding]:
     """Findings of one text, streamed in pieces."""
     detector = Detector(config)
     for i in range(0, len(text), piece):
@@ -128,14 +126,10 @@ def test_feed_tells_each_finding_once_and_again_when_it_rises():
 
 
 CLEAN = {
-    "markdown table": "| name | value | note |\n"
-    + "|------|-------|------|\n"
-    + "| --- | --- | --- |\n" * 40,
+    "markdown table": "| name | value | note |\n" + "|------|-------|------|\n" + "| --- | --- | --- |\n" * 40,
     "wide rule lines": ("=" * 200 + "\nTITLE\n" + "=" * 200 + "\n") * 3 + "-" * 1000,
     "json zeros": json.dumps({"mask": [0] * 1500, "w": [0.0] * 1000, "b": [False] * 800, "n": [None] * 600}),
-    "matrix": "\n".join(
-        "[" + ", ".join("1.0" if i == j else "0.0" for j in range(40)) + "]" for i in range(40)
-    ),
+    "matrix": "\n".join("[" + ", ".join("1.0" if i == j else "0.0" for j in range(40)) + "]" for i in range(40)),
     "base64 of zeros": base64.b64encode(bytes(1100) + bytes(range(256)) + bytes(700)).decode(),
     "hex dump": "\n".join(f"{i:08x}: " + "0000 " * 8 + "................" for i in range(0, 1600, 16)),
     "c array": "static const uint8_t t[] = {" + "0x00, " * 1000 + "};",

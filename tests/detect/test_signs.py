@@ -63,9 +63,7 @@ def test_the_edge_of_the_vocabulary():
     assert judge(TEXT, StreamEvent(token_ids=(-1,)))[K.TOKEN_EDGE].severity is S.FIRE
 
 
-@pytest.mark.parametrize(
-    ("value", "severity"), [(math.nan, S.FIRE), (math.inf, S.FIRE), (-math.inf, S.WARN)], ids=str
-)
+@pytest.mark.parametrize(("value", "severity"), [(math.nan, S.FIRE), (math.inf, S.FIRE), (-math.inf, S.WARN)], ids=str)
 def test_a_logprob_that_is_not_finite(value, severity):
     found = judge(TEXT, StreamEvent(logprobs=(-0.5, value, -0.1)))
     assert (found[K.LOGPROB_NONFINITE].severity, found[K.LOGPROB_NONFINITE].position) == (severity, 1)
@@ -143,9 +141,7 @@ def test_an_empty_answer():
 def test_reasoning_or_a_tool_call_is_not_empty():
     usage = Usage(completion_tokens=100)
     for field in ("reasoning", "tool_calls[0].name", "refusal"):
-        assert (
-            judge(StreamEvent(field=field, text="x"), StreamEvent(finish_reason="length", usage=usage)) == {}
-        )
+        assert judge(StreamEvent(field=field, text="x"), StreamEvent(finish_reason="length", usage=usage)) == {}
 
 
 def test_tokens_over_all_choices_are_not_laid_to_one():

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from firetower.attach.discover import Side, Tap
 from firetower.attach.step import Step
 from firetower.attach.taps import first_tensor, float_tensors, input_tensor, written_state
+from firetower.core.errors import NonFiniteError
 from firetower.core.records import Legal
 from firetower.sensors.check import SUM_DTYPE, is_clean
 
@@ -28,17 +29,24 @@ Mark = Callable[[int, Tensor, int], None]
 class HostHooks(threading.local):
     """The running step of each thread, and the check that every hook on a host tensor makes."""
 
-    def __init__(self, taps: list[Tap], on_failure: Callable[[BaseException], None], mark: Mark) -> None:
+    def __init__(
+        self,
+        taps: list[Tap],
+        on_failure: Callable[[BaseException], None],
+        mark: Mark,
+        on_stray: Callable[[], None] | None,
+    ) -> None:
         self.step = Step(taps)
         self.legal = [t.signal.legal for t in taps]
         self.on_failure = on_failure
         self.mark = mark
+        self.on_stray = on_stray
 
     def check(self, slot: int, x: Tensor, module: nn.Module, inputs: Iterable[Any], part: int = 0) -> bool:
         """Check one tensor of one signal and record the result in this thread's step; returns whether it is clean."""
         step = self.step
         if not step.open:
-            step.begin_implicit()
+            step.begin_stray()
         step.ran[slot] = step.number
         if not x.is_cpu:
             self.mark(slot, x, part)
@@ -46,6 +54,8 @@ class HostHooks(threading.local):
         if is_clean(x, self.legal[slot]):
             return True
         step.add(slot, x, module, tuple(t for t in inputs if isinstance(t, Tensor)))
+        if step.is_stray and self.on_stray is not None:
+            self.on_stray()
         return False
 
     def check_input(self, slot: int, x: Tensor, module: nn.Module) -> None:
@@ -115,6 +125,8 @@ def _before(slots: list[int], hooks: HostHooks, mark: Mark) -> Callable[..., Non
         try:
             for slot in slots:
                 hooks.check_input(slot, x, module)
+        except NonFiniteError:
+            raise
         except Exception as e:  # noqa: BLE001 - our failure must not stop inference; it is counted and shown
             hooks.on_failure(e)
 
@@ -144,6 +156,8 @@ def _after_one(tap: Tap, slot: int, hooks: HostHooks, mark: Mark) -> Callable[..
                 is_good = False
             if (is_good or hooks.check(slot, x, module, args)) and feeds_next_layer:
                 hooks.remember(x)
+        except NonFiniteError:
+            raise
         except Exception as e:  # noqa: BLE001 - our failure must not stop inference; it is counted and shown
             hooks.on_failure(e)
 
@@ -170,6 +184,8 @@ def _after(taps: list[Tap], slots: list[int], hooks: HostHooks, mark: Mark) -> C
         try:
             for slot, part, x in find(output):
                 hooks.check(slot, x, module, args, part)
+        except NonFiniteError:
+            raise
         except Exception as e:  # noqa: BLE001 - our failure must not stop inference; it is counted and shown
             hooks.on_failure(e)
 
@@ -199,6 +215,8 @@ def _after_cache(taps: list[Tap], slots: list[int], hooks: HostHooks, mark: Mark
             inputs = args or tuple(kwargs.values())
             for slot, part, x in find(args, kwargs, output):
                 hooks.check(slot, x, module, inputs, part)
+        except NonFiniteError:
+            raise
         except Exception as e:  # noqa: BLE001 - our failure must not stop inference; it is counted and shown
             hooks.on_failure(e)
 

@@ -39,6 +39,7 @@ class Step:
         self.number = -1
         self.call: Call | None = None
         self.open = False
+        self.is_stray = False
         self.depth = 0
         # rows burned since the cache was empty: their poison goes on in every later step and is no new fire
         self.burned_before: set[int] = set()
@@ -56,6 +57,7 @@ class Step:
         self.number += 1
         self.call = Call.begin(args, kwargs)
         self.open = True
+        self.is_stray = False
         if self.findings:
             self.findings = {}
             self.burned = {}
@@ -63,9 +65,10 @@ class Step:
         self.pad_before_real = False
         self.clean_tensor = None
 
-    def begin_implicit(self) -> None:
-        """Open a step because a submodule was called on its own."""
+    def begin_stray(self) -> None:
+        """Open a step because a submodule was called on its own; it stays open until the root is called or read."""
         self.begin((), {})
+        self.is_stray = True
 
     def end(self) -> None:
         """Close the step; its call stays readable until the next one begins."""

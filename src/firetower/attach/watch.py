@@ -98,7 +98,8 @@ class Watch:
             # else a watched module runs code that was compiled for an unwatched one of its class
             torch._dynamo.config.skip_nnmodule_hook_guards = False
         self._device = DevicePanels(self._root, self._taps, is_compiled=self._compiled)
-        self._hooks = HostHooks(self._taps, self._failed, self._device.mark)
+        on_stray = self._raise_stray if on_fire == "raise" else None
+        self._hooks = HostHooks(self._taps, self._failed, self._device.mark, on_stray)
         self._ops = OpsWatch(self._root) if level == "ops" else None
         self._log = FireLog(store)
         self._pending: Snapshot | None = None
@@ -112,18 +113,21 @@ class Watch:
                 module.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
             )
             self._handles.append(module.register_forward_hook(self._end, always_call=True))
+        self._generate_before: Any = None
         self._generate = self._wrap_generate()
 
     @property
     def fires(self) -> list[Fire]:
         """Fires of this watch, oldest first; repeats of one origin are merged and counted."""
         self._settle_pending()
+        self._settle_stray()
         return self._log.fires
 
     @property
     def last(self) -> Reading | None:
         """Reading of the last finished step, or None before the first."""
         self._settle_pending()
+        self._settle_stray()
         if self._last_reading is None and self._last is not None:
             self._last_reading = self._reading_of(self._last)
         return self._last_reading
@@ -138,6 +142,7 @@ class Watch:
             AttachError: the model did not run yet.
         """
         self._settle_pending()
+        self._settle_stray()
         if self._device.should_read:
             self._look_at_panel()
         elif self._last is None:
@@ -170,10 +175,10 @@ class Watch:
     def detach(self) -> None:
         """Take every hook off again; the model is exactly as before. Safe to call twice."""
         self._settle_pending()
+        self._settle_stray()
         for handle in self._handles:
             handle.remove()
-        if self._generate is not None and self.model.__dict__.get("generate") is self._generate:
-            del self.model.__dict__["generate"]
+        self._unwrap_generate()
         if self._handles and (self._compiled or self._device.traced):
             reset_compiled(self.model)
             torch._dynamo.config.skip_nnmodule_hook_guards = self._skipped_hook_guards
@@ -197,6 +202,7 @@ class Watch:
         try:
             if not is_capturing():
                 self._settle_pending()
+                self._settle_stray()
             step.begin(args, kwargs)
             assert step.call is not None
             self._device.begin(step.call)
@@ -238,6 +244,20 @@ class Watch:
         self._device.put_into(self._last, pending.result())
         self._last_reading = None
         return self._settle(self._last)
+
+    def _settle_stray(self) -> Fire | None:
+        """Close a step that submodules opened on their own (an encoder, a base model) and act on it."""
+        step = self._hooks.step
+        if not (step.open and step.is_stray):
+            return None
+        step.end()
+        self._last, self._last_reading = step, None
+        return self._settle(step)
+
+    def _raise_stray(self) -> None:
+        fire = self._settle_stray()
+        if fire is not None:
+            raise NonFiniteError(fire, describe_fire(fire))
 
     def _look_at_panel(self) -> Fire | None:
         """Read the panel now, for steps that ran without our Python."""
@@ -296,19 +316,41 @@ class Watch:
             _logger.warning("firetower: the watch failed and goes on without: %s", self.last_failure)
 
     def _wrap_generate(self) -> Any:
+        """Put the guard around the model's own ``generate``, or around another watch's; returns what stands there."""
         generate = getattr(self.model, "generate", None)
-        if not isinstance(generate, types.MethodType) or "generate" in self.model.__dict__:
+        if not isinstance(generate, types.MethodType):
             return None
+        self._generate_before = self.model.__dict__.get("generate")
 
         @functools.wraps(generate.__func__)
         def guarded(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            inner = types.MethodType(generate.__func__, model)
+            if not self._handles:
+                return inner(*args, **kwargs)
             num_beams = int(generation_option(model, kwargs, "num_beams") or 1)
             guard = RowGuard(num_beams, self._burned_in_last_step, isolate=self.on_fire == "isolate")
-            return guarded_generate(model, generate, guard, args, kwargs)
+            return guarded_generate(model, inner, guard, args, kwargs)
 
+        guarded.watch = self  # type: ignore[attr-defined]
         bound = types.MethodType(guarded, generate.__self__)
         self.model.__dict__["generate"] = bound
         return bound
+
+    def _unwrap_generate(self) -> None:
+        # a watch that was attached later still stands around ours: ours then passes calls on
+        if self._generate is None or self.model.__dict__.get("generate") is not self._generate:
+            return
+        before = self._generate_before
+        while isinstance(getattr(before, "watch", None), Watch) and not before.watch._handles:
+            before = before.watch._generate_before
+        if before is None:
+            del self.model.__dict__["generate"]
+        else:
+            self.model.__dict__["generate"] = before
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Watch:
+        # a copied model keeps its hooks: they report to this watch
+        return self
 
 
 def _model_name(model: nn.Module) -> str:

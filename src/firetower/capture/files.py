@@ -112,9 +112,9 @@ def read_small(folder: Path, name: str, max_bytes: int = MAX_JSON_BYTES) -> byte
     with opened(folder, name) as (file, num_bytes):
         if num_bytes > max_bytes:
             raise CaptureError(f"file={name!r}: has {num_bytes:,} bytes, at most {max_bytes:,} are read")
-        data = file.read(max_bytes + 1)
-    if len(data) > max_bytes:
-        raise CaptureError(f"file={name!r}: grew while it was read, over {max_bytes:,} bytes")
+        data = file.read(num_bytes + 1)
+    if len(data) > num_bytes:
+        raise CaptureError(f"file={name!r}: grew while it was read; try again")
     return data
 
 

@@ -18,6 +18,7 @@ from firetower.capture.schema import (
     CAPTURE,
     CONTENT,
     DOCUMENTS,
+    FIRE,
     REQUEST,
     check_schema,
     dump_document,
@@ -60,7 +61,7 @@ def capture_parts(capture: Capture) -> dict[str, Iterable[bytes]]:
         raise CaptureError(f"id={capture.id[:140]!r}: must be 1 to 128 of letters, digits and ._:-, no . first")
     parts: dict[str, Iterable[bytes]] = {}
     for name, data in to_documents(capture).items():
-        raw = dump_document(data)
+        raw = dump_document(data, indent=1 if name in (CAPTURE, FIRE) else None)
         if len(raw) > MAX_JSON_BYTES:
             raise CaptureError(f"file={name!r}: would take {len(raw):,} bytes, at most {MAX_JSON_BYTES:,}")
         parts[name] = [raw]
@@ -68,7 +69,7 @@ def capture_parts(capture: Capture) -> dict[str, Iterable[bytes]]:
         parts[TENSORS] = list(tensor_file_parts(capture.tensors))
     files = [_manifest_file(name, pieces) for name, pieces in parts.items()]
     manifest = {"schema": CAPTURE_SCHEMA, "files": [dataclasses.asdict(f) for f in files]}
-    return parts | {MANIFEST: [dump_document(manifest)]}
+    return parts | {MANIFEST: [dump_document(manifest, indent=1)]}
 
 
 def write_capture(capture: Capture, folder: Path | str) -> Path:

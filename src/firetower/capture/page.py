@@ -56,12 +56,12 @@ def _request(capture: Capture) -> Iterator[str]:
     request = capture.request
     yield f"{request.kind}{f' ({request.method} {request.path})' if request.path else ''}"
     if request.messages:
-        yield f"{len(request.messages):,} messages, {len(request.tools):,} tools"
+        yield f"{_counted(len(request.messages), 'message')}, {_counted(len(request.tools), 'tool')}"
     rows, total = capture.prompt_token_ids, capture.num_prompt_tokens
     if rows is None:
         yield "prompt token ids unknown: it can be sent again, but not redacted"
     else:
-        yield f"{total:,} prompt tokens{f' in {len(rows):,} rows' if len(rows) > 1 else ''}"
+        yield f"{_counted(total or 0, 'prompt token')}{f' in {len(rows):,} rows' if len(rows) > 1 else ''}"
     if request.sampling:
         yield "sampling " + ", ".join(f"{k}={v}" for k, v in request.sampling.items())
     if request.extra:
@@ -122,6 +122,10 @@ def _content(capture: Capture) -> Iterator[str]:
     yield from (f"body.{k} = {_short(v)}" for k, v in capture.request.body.items())
     for i, row in enumerate(capture.prompt_token_ids or ()):
         yield f"prompt token ids, row {i}: {_short(list(row))}"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def _short(value: Any, limit: int = 2000) -> str:

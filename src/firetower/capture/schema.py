@@ -55,9 +55,11 @@ _ELSEWHERE = {"request", "prompt_token_ids", "outputs", "findings", "fire", "ten
 _CONTENT_FIELDS = {"prompt_token_ids", "outputs", "findings", "fire_token_ids"}
 
 
-def dump_document(data: Any) -> bytes:
-    """One document as bytes: ASCII (so that every string round-trips), indented, ending in a line end."""
-    return (json.dumps(data, indent=1, allow_nan=False, ensure_ascii=True) + "\n").encode("ascii")
+def dump_document(data: Any, *, indent: int | None = None) -> bytes:
+    """One document as bytes: ASCII (so that every string round-trips), ending in a line end."""
+    separators = (",", ":") if indent is None else (",", ": ")
+    text = json.dumps(data, indent=indent, separators=separators, allow_nan=False, ensure_ascii=True)
+    return f"{text}\n".encode("ascii")
 
 
 def parse_document(raw: bytes, name: str) -> dict[str, Any]:

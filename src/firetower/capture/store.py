@@ -87,12 +87,12 @@ class StoredCapture:
     @property
     def id(self) -> str:
         """The capture's id."""
-        return self.path.name.rpartition("~")[0]
+        return self.path.name.rpartition("+")[0]
 
     @property
     def origin_hash(self) -> str:
         """Short hash of the origin that captures are merged by."""
-        return self.path.name.rpartition("~")[2]
+        return self.path.name.rpartition("+")[2]
 
 
 class CaptureFolder:
@@ -199,7 +199,7 @@ class CaptureFolder:
         return victims
 
     def _write(self, capture: Capture, origin: str, used: int) -> AddResult:
-        target, limit = self.path / f"{capture.id}~{origin}", self.limits.max_bytes
+        target, limit = self.path / f"{capture.id}+{origin}", self.limits.max_bytes
         parts = {name: list(pieces) for name, pieces in capture_parts(capture).items()}
         reason = ""
         if used + _size(parts) > limit and capture.tensors:
@@ -230,7 +230,7 @@ class CaptureFolder:
             raise CaptureError(f"folder={str(self.path)!r}: {e.strerror or e}; choose another folder") from e
         for name in names:
             folder = self.path / name
-            if name.startswith(".") or "~" not in name or folder.is_symlink():
+            if name.startswith(".") or "+" not in name or folder.is_symlink():
                 continue
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 yield _stored(folder)

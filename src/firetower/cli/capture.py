@@ -117,7 +117,8 @@ def _show(args: argparse.Namespace) -> int:
     )
     for line in page:
         print(_visible(line))
-    name = _shell(str(path))
+    # what was typed finds it again, unless another folder of captures was named
+    name = _shell(args.capture if args.captures is None else str(path))
     steps = [f"firetower capture verify {name}", f"firetower capture pack {name} -o {_shell(capture.id)}.tar.gz"]
     if capture.redaction is None and capture.prompt_token_ids is not None:
         steps.insert(1, f"firetower capture redact {name} -o {_shell(capture.id)}-redacted")
@@ -148,8 +149,8 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _pack(args: argparse.Namespace) -> int:
+    from firetower.capture.archive import pack
     from firetower.capture.files import read_small
-    from firetower.capture.pack import pack
     from firetower.capture.schema import CAPTURE, parse_document
     from firetower.cli.output import say
 
@@ -167,7 +168,7 @@ def _pack(args: argparse.Namespace) -> int:
 def _unpack(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from firetower.capture.pack import unpack
+    from firetower.capture.archive import unpack
     from firetower.cli.output import say
 
     report = unpack(args.archive, args.output)
@@ -180,17 +181,19 @@ def _unpack(args: argparse.Namespace) -> int:
 
 
 def _redact(args: argparse.Namespace) -> int:
-    from firetower.capture.folder import read_capture, write_capture
-    from firetower.capture.redact import redact
+    from firetower.capture.folder import read_capture, read_tensor_table, write_capture
+    from firetower.capture.redaction import redact
     from firetower.cli.output import say
 
-    capture = read_capture(_resolve(args, args.capture), with_tensors=False)
+    path = _resolve(args, args.capture)
+    capture = read_capture(path, with_tensors=False)
     result = redact(
         capture,
         seed=args.seed,
         vocabulary_size=args.vocabulary_size,
         special_ids=args.special_ids,
         keep_special=args.keep_special,
+        also_dropped=("tensors",) if read_tensor_table(path) else (),
     )
     write_capture(result, args.output)
     assert result.redaction is not None

@@ -79,7 +79,7 @@ class Verdict:
         ignition: what made the first bad value, where that is known.
         persistence: what keeps it alive after the request, or that nothing does.
         not_testable: parts of the evidence that could not be had, each ``part: why``.
-        undecided_between: ``FAMILY/DETAIL`` of the causes left over; empty when decided.
+        undecided_between: ``FAMILY/DETAIL``, or a family alone, of the causes left over; empty when decided.
     """
 
     family: str

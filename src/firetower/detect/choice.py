@@ -130,9 +130,7 @@ class Choice:
             else:
                 what = f"a piece of {e.period:,} characters {e.count:,} times on end"
             reason = f"{what} in {field} from character {e.start:,}; {rated[1]}"
-            yield self._finding(
-                e.kind, rated[0], reason, field=field, position=e.start, count=e.count, sample=e.sample
-            )
+            yield self._finding(e.kind, rated[0], reason, field=field, position=e.start, count=e.count, sample=e.sample)
 
     def _token_findings(self, signs: list[str]) -> Iterator[Finding]:
         if (outside := self._tokens.outside) is not None:

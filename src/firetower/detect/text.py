@@ -22,12 +22,8 @@ SHORT_PERIOD_CHARS = 16
 SHORT_WARN_REPEATS = 128
 """Loops of pieces this short, about a token each, warn at this many repeats."""
 
-_SPECIAL = re.compile(
-    r"(?:<(?:unk|pad|s|/s|bos|eos|mask|\|[^<>|]{1,40}\|)>|\[(?:PAD|UNK|MASK|CLS|SEP)\]|\ufffd)+"
-)
-_DATA_WORDS = re.compile(
-    r"0[xX][0-9a-fA-F]+|true|false|null|NULL|None|nan|NaN|N/A|n/a|</?\w[^<>]{0,80}>|&nbsp;"
-)
+_SPECIAL = re.compile(r"(?:<(?:unk|pad|s|/s|bos|eos|mask|\|[^<>|]{1,40}\|)>|\[(?:PAD|UNK|MASK|CLS|SEP)\]|\ufffd)+")
+_DATA_WORDS = re.compile(r"0[xX][0-9a-fA-F]+|true|false|null|NULL|None|nan|NaN|N/A|n/a|</?\w[^<>]{0,80}>|&nbsp;")
 _DATA_CHARACTERS = FILL_CHARACTERS | set(",;:[](){}<>&$%^`'\"\\")
 
 

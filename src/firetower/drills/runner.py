@@ -12,6 +12,7 @@ import torch
 import firetower
 from firetower.core.errors import FiretowerError
 from firetower.core.records import Fire
+from firetower.drills.judging import Judgement, judge
 from firetower.drills.spec import Case, Drill, Host, Level, Origin, Variant
 
 
@@ -23,11 +24,13 @@ class Result:
         drill, variant: names.
         host, level: where the fault lives and which level of the watch looked for it.
         expected, seen: the planted origin and the reported one; ``seen`` is None when nothing was reported.
+        places: words that name the origin of a fault without a bad value; the lab's verdict must hold them.
         seen_by: what reported it, ``attach`` or ``investigate``; of the two, the one that was wrong.
         mismatches: fields of ``expected`` that ``seen`` does not match.
         twin: what was wrongly reported of the clean twin, or None.
         elapsed_ms: time for both runs, building included.
         failures: what went wrong in the black box itself.
+        judgement: what the lab said, where it was asked.
         skipped: why the variant could not run, or None.
     """
 
@@ -37,18 +40,39 @@ class Result:
     level: Level
     expected: Origin | None = None
     seen: Origin | None = None
+    places: tuple[str, ...] = ()
     seen_by: str = ""
     mismatches: tuple[str, ...] = ()
     twin: Origin | None = None
     elapsed_ms: float = 0.0
     failures: tuple[str, ...] = ()
+    judgement: Judgement | None = None
     skipped: str | None = None
+
+    @property
+    def is_detected(self) -> bool:
+        """Whether the fault was noticed at all: by a watch, or by the lab where no value is bad."""
+        if self.level == "finite":
+            return self.judgement is not None and self.judgement.is_detected
+        return self.seen is not None
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether the origin was named exactly."""
+        if self.level == "finite":
+            return self.is_detected and self.judgement is not None and not self.judgement.unnamed
+        return self.seen is not None and not self.mismatches
+
+    @property
+    def is_twin_silent(self) -> bool:
+        """Whether nothing was reported of the clean twin, by whoever looked."""
+        by_lab = self.judgement is not None and self.judgement.twin_said is not None
+        return self.twin is None and not by_lab and not self.failures
 
     @property
     def is_exact(self) -> bool:
         """Whether the fault was found at exactly its origin, and the twin and the box itself were silent."""
-        found = self.seen is not None and not self.mismatches
-        return found and self.twin is None and not self.failures
+        return self.is_placed and self.is_twin_silent
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,14 +94,17 @@ def pick(drill: Drill, seed: int, num_variants: int | None, host: Host | None = 
     return list(islice(stream, num_variants))
 
 
-def run(plan: Sequence[tuple[Drill, Variant]]) -> Iterator[Result]:
-    """Run each variant of the plan and yield its result as it comes."""
+def run(plan: Sequence[tuple[Drill, Variant]], *, verdicts: bool = False) -> Iterator[Result]:
+    """Run each variant of the plan and yield its result as it comes; ``verdicts``: ask the lab of each."""
     for drill, variant in plan:
-        yield run_variant(drill, variant)
+        yield run_variant(drill, variant, verdicts=verdicts)
 
 
-def run_variant(drill: Drill, variant: Variant) -> Result:
-    """Plant the fault, watch it burn; build the twin, watch it stay silent."""
+def run_variant(drill: Drill, variant: Variant, *, verdicts: bool = False) -> Result:
+    """Plant the fault, watch it burn; build the twin, watch it stay silent.
+
+    A fault without a bad value is the lab's to find: it is asked of those in any case.
+    """
     base = Result(drill=drill.name, variant=variant.id, host=variant.host, level=variant.level)
     start = time.perf_counter()
     try:
@@ -85,17 +112,21 @@ def run_variant(drill: Drill, variant: Variant) -> Result:
     except FiretowerError as e:
         return dataclasses.replace(base, skipped=str(e))
     expected = case.expected
-    assert expected is not None
-    burned, twin = observe(case, variant), observe(variant.build(False), variant)
+    assert (expected is None) is (variant.level == "finite"), variant.id
+    clean = variant.build(False)
+    burned, twin = observe(case, variant), observe(clean, variant)
+    judgement = judge(drill, variant, case, clean) if verdicts or expected is None else None
     # of several observers, the one that is wrong is the one to show
-    wrong = (o for o in burned if o.origin is None or expected.mismatches(o.origin))
+    wrong = (o for o in burned if o.origin is None or (expected and expected.mismatches(o.origin)))
     shown = next(wrong, burned[0])
     return dataclasses.replace(
         base,
         expected=expected,
+        places=case.places,
+        judgement=judgement,
         seen=shown.origin,
         seen_by=shown.by,
-        mismatches=expected.mismatches(shown.origin) if shown.origin else (),
+        mismatches=expected.mismatches(shown.origin) if expected and shown.origin else (),
         twin=next((o.origin for o in twin if o.origin), None),
         elapsed_ms=1e3 * (time.perf_counter() - start),
         failures=tuple(f"{o.by}: {f}" for o in burned + twin for f in o.failures),
@@ -104,7 +135,8 @@ def run_variant(drill: Drill, variant: Variant) -> Result:
 
 def observe(case: Case, variant: Variant) -> list[Observation]:
     """Run a case under a watch at its variant's level; at ``ops`` it is investigated as well."""
-    seen = [_guarded("attach", lambda: _watch(case, variant.level))]
+    level: Level = "layers" if variant.level == "finite" else variant.level
+    seen = [_guarded("attach", lambda: _watch(case, level))]
     if variant.level == "ops":
         seen.append(_guarded("investigate", lambda: _investigate(case)))
     return seen
@@ -118,6 +150,7 @@ def _guarded(by: str, look: Callable[[], Observation]) -> Observation:
 
 
 def _watch(case: Case, level: Level) -> Observation:
+    assert level != "finite"
     with firetower.attach(case.model, level=level, on_fire="record", store=False) as watch:
         case.call()
         failures = [str(watch.last_failure)] if watch.failures else []

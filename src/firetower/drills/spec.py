@@ -11,8 +11,11 @@ from firetower.core.records import Kind
 if TYPE_CHECKING:
     from torch import nn
 
-Level = Literal["layers", "ops"]
-"""Level of the watch that finds a variant's origin."""
+    from firetower.drills.evidence import Evidence
+    from firetower.lab.subject import Switch
+
+Level = Literal["layers", "ops", "finite"]
+"""Level of the watch that finds a variant's origin; ``finite`` where no value is bad and a watch sees nothing."""
 
 Host = Literal["pure", "smollm2", "qwen35moe", "qwen4exp"]
 """Where a variant lives: a tiny module of its own, the real model, or a small random hybrid one."""
@@ -61,53 +64,100 @@ class Origin:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A model with or without the fault, and the call that runs it.
+    """A model with or without the fault, the call that runs it, and what else can be learned of it.
 
-    ``expected`` is None in the clean twin: nothing may be reported.
+    Attributes:
+        model: what a watch is attached to.
+        args, kwargs, method: the call.
+        serve: runs the request in place of that call, and is given the number of the replay.
+        expected: where the first bad value is; None in the clean twin and where the fault stays finite.
+        places: words that a verdict's statement must hold, where the fault is finite: they are its origin.
+        switches: other ways to run the request; each is given the number of the replay, and returns what the
+            call returns.
+        parts: parts of the lab's `Subject` as values or functions; see `evidence.subject_of` for the others.
+        kernels: module path -> name of the op that this module is; what it does inside is nobody's to see.
+        right: what the call should have returned, computed afresh.
     """
 
     model: nn.Module
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     method: str = "__call__"
+    serve: Callable[[int], Any] | None = None
     expected: Origin | None = None
+    places: tuple[str, ...] = ()
+    switches: Mapping[Switch, Callable[[int], Any]] = dataclasses.field(default_factory=dict)
+    parts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    kernels: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    right: Callable[[], Any] | None = None
 
-    def call(self) -> Any:
-        """Run the model once, without gradients."""
+    def call(self, number: int = 0) -> Any:
+        """Run the request once, without gradients."""
         import torch
 
         with torch.no_grad():
+            if self.serve is not None:
+                return self.serve(number)
             return getattr(self.model, self.method)(*self.args, **self.kwargs)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Refuter:
+    """The observation that overturns a drill's verdict.
+
+    ``test`` is the discriminating test that makes it; ``flip`` gives the same subject, except that this test
+    comes out the other way.
+    """
+
+    test: str
+    flip: Callable[[Evidence], Evidence]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
     """One placing of a fault. ``build(True)`` plants it, ``build(False)`` makes the clean twin.
 
-    ``level`` is the watch's level that must find the origin.
+    ``level`` is the watch's level that must find the origin. ``verdict`` and ``refuter`` are those of the
+    drill where None. ``undecided_between``: the pair of causes that this variant's evidence leaves open, said
+    beforehand.
     """
 
     id: str
     host: Host
     level: Level
     build: Callable[[bool], Case]
+    verdict: str | None = None
+    refuter: Refuter | None = None
+    undecided_between: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Drill:
-    """A fault. ``variants(seed)`` gives at least four placings, cheap until built.
+    """A fault. ``variants(seed)`` gives at least five placings, cheap until built.
 
     Attributes:
         name: what the command line calls it.
-        family: letter of the family of causes.
+        family: letter of the family of causes that it is listed under.
         case: the known case that it plants (``A1``), "" for none in particular.
         title: the fault in one line.
+        verdict: ``FAMILY/DETAIL`` of the cause (`core.families`) that the lab must name.
+        refuter: what must overturn it.
         stages: stages (`firetower.attach.discover.STAGES`) that some variant has as its origin.
     """
 
     name: str
     family: str
     title: str
-    stages: frozenset[str]
+    verdict: str
+    refuter: Refuter
     variants: Callable[[int], list[Variant]]
+    stages: frozenset[str] = frozenset()
     case: str = ""
+
+    def verdict_of(self, variant: Variant) -> str:
+        """What the lab must say of a variant: ``FAMILY/DETAIL``, ``V/UNDECIDED`` where that was said beforehand."""
+        return "V/UNDECIDED" if variant.undecided_between else variant.verdict or self.verdict
+
+    def refuter_of(self, variant: Variant) -> Refuter:
+        """What must overturn it."""
+        return variant.refuter or self.refuter

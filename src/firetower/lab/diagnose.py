@@ -95,9 +95,18 @@ class _Case:
 
     def open(self) -> list[Cause]:
         """Causes with something for them and nothing against, the best supported first; one a detail."""
-        found = [c for c in CAUSES if c.standing(self.facts) == "open" and c.speaks_for(self.facts)]
+        found = [c for c in CAUSES if c.standing(self.facts) == "open" and c.is_candidate(self.facts)]
         found.sort(key=lambda c: -len(c.speaks_for(self.facts)) / len(c.requires))
         return list({c.key: c for c in reversed(found)}.values())[::-1]
+
+    def left_over(self) -> list[Cause]:
+        """The open causes; where it is one, also those that it could be mistaken for."""
+        found = self.open()
+        if len(found) == 1:
+            untold = [n for n in found[0].excludes if n not in self.facts]
+            alike = (c for n in untold for c in CAUSES if n in c.requires)
+            found += [c for c in alike if c.standing(self.facts) == "open"]
+        return list({c.key: c for c in found}.values())
 
     def step_for(self, cause: Cause) -> Step | None:
         """The cheapest test that can establish a missing fact of a cause; rather one that can run."""
@@ -136,7 +145,7 @@ def _decided(case: _Case) -> Verdict:
 
 
 def _undecided(case: _Case) -> Verdict:
-    left = case.open()[:MAX_OPEN]
+    left = case.left_over()[:MAX_OPEN]
     step = next((s for c in left if (s := case.step_for(c)) is not None), None)
     if step is None:
         step = next((s for s in STEPS if s.name in case.not_run), STEPS[0])
@@ -263,8 +272,17 @@ def explain(verdict: Verdict) -> Iterator[str]:
             yield f"  {name:11} {text}"
     yield from _listed("Evidence", (str(e) for e in verdict.evidence))
     yield from _listed("Rivals", (f"{r.key}, {r.status}: {r.why}" for r in verdict.rivals))
-    yield from _listed("Not testable", verdict.not_testable)
+    yield from _listed("Not testable", _by_reason(verdict.not_testable))
     yield f"Next: {verdict.next_test}: {verdict.next_command}"
+
+
+def _by_reason(not_testable: Sequence[str]) -> Iterator[str]:
+    """Parts that are missing for the same reason, on one line."""
+    parts: dict[str, list[str]] = {}
+    for entry in not_testable:
+        part, _, why = entry.partition(": ")
+        parts.setdefault(why, []).append(part)
+    yield from (f"{', '.join(names)}: {why}" for why, names in parts.items())
 
 
 def _headline(verdict: Verdict) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from firetower.core.records import Kind
+from firetower.drills import refuters
 from firetower.drills.spec import Case, Drill, Host, Origin, Variant
 
 
@@ -120,6 +121,8 @@ DRILL = Drill(
     family="A",
     case="A1",
     title="activation product overflows fp16 while its operands and weights are finite",
+    verdict="A/OVERFLOW_ACTIVATION",
+    refuter=refuters.WIDER_NOT_FINITE,
     stages=frozenset({"swiglu", "routed"}),
     variants=_variants,
 )

@@ -6,6 +6,7 @@ from random import Random
 from typing import Literal
 
 from firetower.core.records import Kind
+from firetower.drills import refuters
 from firetower.drills.spec import Case, Drill, Host, Origin, Variant
 
 _BLOCK = 32
@@ -110,6 +111,8 @@ DRILL = Drill(
     family="M",
     case="M1",
     title="a weight block with a NaN scale: one output column NaN for every token",
+    verdict="M/BAD_WEIGHT",
+    refuter=refuters.FINITE_FOR_ZEROS,
     stages=frozenset({"kv", "attention", "conv_state", "gate", "up", "down", "router"}),
     variants=_variants,
 )

@@ -6,6 +6,7 @@ from random import Random
 from typing import Any
 
 from firetower.core.records import Kind
+from firetower.drills import refuters
 from firetower.drills.spec import Case, Drill, Origin, Variant
 
 _A_LOG, _A_LOG_LARGE = 90.0, 88.0  # e^90 is beyond fp32, e^88 = 1.7e38 is not
@@ -73,6 +74,8 @@ DRILL = Drill(
     family="I",
     case="I2",
     title="a decay gate of exp(A_log) = Inf times softplus = 0",
+    verdict="I/DECAY_GATE_INF_TIMES_0",
+    refuter=refuters.EXP_FINITE,
     stages=frozenset({"recurrent_state"}),
     variants=_variants,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from firetower.drills import refuters
 from firetower.drills.spec import Case, Drill, Host, Variant
 
 if TYPE_CHECKING:
@@ -99,6 +100,8 @@ DRILL = Drill(
     name="every-stage",
     family="M",
     title="a bad value at each stage in turn",
+    verdict="M/BAD_WEIGHT",
+    refuter=refuters.FINITE_FOR_ZEROS,
     stages=frozenset({*_PARAMETERS, *_MODULES}),
     variants=_variants,
 )

@@ -6,6 +6,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from firetower.core.records import Kind
+from firetower.drills import refuters
 from firetower.drills.spec import Case, Drill, Origin, Variant
 
 if TYPE_CHECKING:
@@ -114,6 +115,8 @@ DRILL = Drill(
     family="I",
     case="I1",
     title="pairwise decays overflow above the diagonal because exp comes before the causal mask",
+    verdict="I/EXP_BEFORE_MASK",
+    refuter=refuters.INF_IS_KEPT,
     stages=frozenset({"attention"}),
     variants=_variants,
 )

@@ -6,6 +6,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from firetower.core.records import Kind
+from firetower.drills import refuters
 from firetower.drills.spec import Case, Drill, Host, Origin, Variant
 
 if TYPE_CHECKING:
@@ -84,6 +85,8 @@ DRILL = Drill(
     family="G",
     case="G1",
     title="a query row whose every key is masked has no softmax",
+    verdict="G/FULLY_MASKED_ROW",
+    refuter=refuters.ONE_KEY_ALLOWED,
     stages=frozenset({"attention"}),
     variants=_variants,
 )

@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 from firetower.core.records import Kind
+from firetower.drills import refuters
 from firetower.drills.spec import Case, Drill, Host, Origin, Variant
 
 GUARDS = ("nan_to_num", "where", "fmax", "compare", "cast")
@@ -86,6 +87,8 @@ DRILL = Drill(
     family="N",
     case="N4",
     title="a guard makes a NaN disappear before the logits",
+    verdict="M/BAD_WEIGHT",
+    refuter=refuters.FINITE_FOR_ZEROS,
     stages=frozenset({"down"}),
     variants=_variants,
 )

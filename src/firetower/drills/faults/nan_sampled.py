@@ -6,6 +6,7 @@ from random import Random
 from typing import Literal
 
 from firetower.core.records import Kind
+from firetower.drills import refuters
 from firetower.drills.spec import Case, Drill, Host, Origin, Variant
 
 
@@ -83,6 +84,8 @@ DRILL = Drill(
     family="N",
     case="N1",
     title="a sampler turns a NaN row into an ordinary token",
+    verdict="N/NAN_LAUNDERED",
+    refuter=refuters.LOGITS_FINITE,
     stages=frozenset({"logits"}),
     variants=_variants,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from firetower.core.records import Kind
+from firetower.drills import refuters
 from firetower.drills.spec import Case, Drill, Origin, Variant
 
 _EPS, _EPS_THAT_SURVIVES = 1e-8, 1e-5
@@ -101,6 +102,8 @@ DRILL = Drill(
     family="H",
     case="H3",
     title="a norm's epsilon is zero in fp16 and the row it meets is zero too",
+    verdict="H/NORM_EPSILON_LOST",
+    refuter=refuters.NOT_DIVIDED_BY_ZERO,
     stages=frozenset({"kv"}),
     variants=_variants,
 )

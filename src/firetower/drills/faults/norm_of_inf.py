@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from firetower.core.records import Kind
+from firetower.drills import refuters
 from firetower.drills.spec import Case, Drill, Origin, Variant
 
 
@@ -100,6 +101,8 @@ DRILL = Drill(
     family="A",
     case="A2",
     title="one Inf becomes a NaN and zeros in the next norm; the origin is upstream of it",
+    verdict="A/OVERFLOW_ACTIVATION",
+    refuter=refuters.WIDER_NOT_FINITE,
     stages=frozenset({"output", "down"}),
     variants=_variants,
 )

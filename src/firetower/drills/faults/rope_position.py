@@ -9,6 +9,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from firetower.core.records import Kind
+from firetower.drills import refuters
 from firetower.drills.spec import Case, Drill, Host, Origin, Variant
 
 if TYPE_CHECKING:
@@ -92,6 +93,8 @@ DRILL = Drill(
     family="T",
     case="T1",
     title="a rotary position beyond fp16 becomes Inf and its cosine NaN",
+    verdict="T/POSITION_ROUNDED",
+    refuter=refuters.POSITIONS_CAST,
     stages=frozenset({"kv"}),
     variants=_variants,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from firetower.core.records import Kind
+from firetower.drills import refuters
 from firetower.drills.spec import Case, Drill, Origin, Variant
 
 _UNDERFLOW = {"fp32": 120.0, "bf16": 120.0, "fp16": 40.0}
@@ -75,6 +76,8 @@ DRILL = Drill(
     family="H",
     case="H1",
     title="routing weights renormalised by a sum of scores that underflowed to zero",
+    verdict="H/ROUTER_RENORM_0_OVER_0",
+    refuter=refuters.NOT_DIVIDED_BY_ZERO,
     stages=frozenset({"router"}),
     variants=_variants,
 )

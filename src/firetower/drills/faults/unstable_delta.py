@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from firetower.drills import refuters
 from firetower.drills.spec import Case, Drill, Origin, Variant
 
 if TYPE_CHECKING:
@@ -104,6 +105,8 @@ DRILL = Drill(
     family="I",
     case="I3",
     title="un-normalised keys make the delta rule's state explode",
+    verdict="I/DELTA_RULE_UNSTABLE",
+    refuter=refuters.KEYS_NORMALISED,
     stages=frozenset({"recurrent_state"}),
     variants=_variants,
 )

@@ -6,6 +6,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from firetower.core.records import Kind
+from firetower.drills import refuters
 from firetower.drills.spec import Case, Drill, Host, Origin, Variant
 
 if TYPE_CHECKING:
@@ -119,6 +120,8 @@ DRILL = Drill(
     family="C",
     case="C2b",
     title="a scale over unwritten pad rows turns every real row into NaN",
+    verdict="C/PADS_IN_SHARED_SCALE",
+    refuter=refuters.FILLS_ALIKE,
     stages=frozenset({"gate", "up", "down"}),
     variants=_variants,
 )

@@ -11,6 +11,7 @@ from random import Random
 from typing import TYPE_CHECKING, Literal
 
 from firetower.core.records import Kind
+from firetower.drills import refuters
 from firetower.drills.spec import Case, Drill, Origin, Variant
 
 if TYPE_CHECKING:
@@ -95,6 +96,8 @@ DRILL = Drill(
     family="P",
     case="P1",
     title=f"a kernel answers zeros for {_ROWS} rows and a norm divides by them",
+    verdict="P/ZERO_OUTPUT",
+    refuter=refuters.STORED_NOT_ZERO,
     stages=frozenset({"kv"}),
     variants=_variants,
 )

@@ -23,6 +23,13 @@ UPSTREAM = (
 """Facts that give an op wrong operands: no cause in the op itself is blamed where one of them holds."""
 
 
+COMMON = frozenset(
+    ("operands_finite", "wider_finite", "wide_field_finite", "logits_finite", "wrong_always", "after_verify",
+     "after_transfer", "changed_weight_is_read", "op_reads_zero_weight", "zero_denominator")
+)  # fmt: skip
+"""Facts that many causes share: alone they make no cause a candidate."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
     """The rule of one detail (``core.families``); ``rank`` orders causes that are shown together.
@@ -55,6 +62,10 @@ class Cause:
     def speaks_for(self, facts: Mapping[str, Fact]) -> list[Fact]:
         """The required facts that hold."""
         return [facts[n] for n in self.requires if n in facts and facts[n].holds]
+
+    def is_candidate(self, facts: Mapping[str, Fact]) -> bool:
+        """Whether something speaks for it that does not speak for everything."""
+        return any(f.name not in COMMON for f in self.speaks_for(facts))
 
     def unknown(self, facts: Mapping[str, Fact]) -> list[str]:
         """Names of the facts that are still missing, required ones first."""

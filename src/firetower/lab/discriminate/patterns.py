@@ -14,6 +14,7 @@ from firetower.lab.subject import Array, Floats, Op, Split
 _EXPONENTIALS = ("exp", "exp2", "expm1", "softmax", "safe_softmax", "log_softmax")
 _INVERSES = ("div", "true_divide", "divide", "reciprocal", "rsqrt")
 _GATES = ("sigmoid", "softmax", "gather", "topk", "index", "take_along_axis")
+_NARROW = ("float16", "bfloat16")
 _MIN_TURNS = 4
 
 
@@ -124,7 +125,9 @@ def _epsilon(look: Look) -> Iterator[Fact]:
         yield fact("epsilon_lost", False, f"{where(op)} divides by no 0")
         return
     adds = [p for p in ops_before(op) if root(p) == "add"]
-    lost = [a for p in adds for a in (*p.inputs, *p.weights) if a.values.size == 1 and not a.values.any()]
+    # an epsilon of 0 in float32 was meant as none
+    single = [a for p in adds for a in (*p.inputs, *p.weights) if a.values.size == 1 and a.type_name in _NARROW]
+    lost = [a for a in single if not a.values.any()]
     if lost:
         text = f"{where(op)}: the epsilon as stored in {lost[0].type_name} is 0, and so is the vector"
         yield fact("epsilon_lost", True, text)

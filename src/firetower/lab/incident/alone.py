@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from firetower.lab.incident.hypotheses import CPU_KERNEL, GPU_KERNEL, SLOT_MISMATCH, keys_of
+from firetower.lab.incident.hypotheses import CPU_KERNEL, GPU_KERNEL, SLOT_MISMATCH, STATE_NOT_CLEARED, keys_of
 from firetower.lab.incident.sighting import ATTENTION, ROUTED, Sighting
 
 
@@ -47,7 +47,7 @@ def _by_sides(s: Sighting) -> Iterator[tuple[str, str]]:
 
 def _by_states(s: Sighting) -> Iterator[tuple[str, str]]:
     if s.states_finite:
-        yield "E", "the states were looked at and are finite"
+        yield STATE_NOT_CLEARED, "the states were looked at and are finite"
 
 
 def _later(s: Sighting, signal: str) -> bool:

@@ -36,10 +36,12 @@ SLOT_MISMATCH, EVICTED, UNWRITTEN = "L/EXPERT_SLOT_MISMATCH", "L/EVICTED_IN_USE"
 
 CANDIDATES: tuple[Candidate, ...] = (
     _family("A", "recompute the first bad op in a wider type: finite, and above the narrow type's maximum"),
-    _family("B", "recompute the same block with a float32 scale: finite"),
+    _detail("B/SCALE_OVERFLOW", "recompute the same block with a float32 scale: finite"),
+    _detail("B/SCALE_MISCALIBRATED", "hold the real values against the range of the scale"),
     _family("C", "fill every unread place with two different finite values in turn: the output changes"),
     _family("D", "run eagerly, or in the exact bucket: clean"),
-    _family("E", "hash and tag the states at request start; assign zeros and send the same request again"),
+    _detail("E/STATE_NOT_CLEARED", "assign zeros to the states and send the same request again"),
+    _detail("E/STALE_STATE_FINITE", "hash the states at request start against those of a fresh one"),
     _family("F", "compare the position tag of each state with the request's count of tokens"),
     _family("G", "count the keys that each bad row may look at"),
     _family("H", "sum the chosen routing weights of the bad row, look at the divisor of the first bad op"),
@@ -72,6 +74,8 @@ CANDIDATES: tuple[Candidate, ...] = (
 """Every hypothesis, in the order of the families."""
 
 KEYS = tuple(c.key for c in CANDIDATES)
+
+STATE_NOT_CLEARED, SCALE_OVERFLOW = "E/STATE_NOT_CLEARED", "B/SCALE_OVERFLOW"
 
 DETERMINISTIC = ("A", "B", "G", "H", "I", "M", "T")
 """Causes that act alike on equal tokens: an intermittent fire speaks against them."""

@@ -1,7 +1,7 @@
 """What the reporter of an incident tested, held against the hypotheses.
 
-An incident file may say outright what a test is ``against``. Where it gives a sentence only, the table below reads it by
-its words, and says so; a test that no row fits is shown and bears on nothing.
+An incident file may say outright what a test is ``against``. Where it gives a sentence only, the table below reads
+it by its words, and says so; a test that no row fits is shown and bears on nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from firetower.core.analysis import Observation, Speaks
-from firetower.lab.incident.hypotheses import CPU_KERNEL, GPU_KERNEL, SLOT_MISMATCH, UNWRITTEN, keys_of
+from firetower.lab.incident.hypotheses import CPU_KERNEL, GPU_KERNEL, SCALE_OVERFLOW, SLOT_MISMATCH, UNWRITTEN, keys_of
 from firetower.lab.incident.records import RuledOut
 
 
@@ -25,10 +25,10 @@ class Reading:
 
 
 READINGS: tuple[Reading, ...] = (
-    Reading(words=("scale", "overflow"), excludes=("B",), limit="excludes overflowing scales, not wrong finite ones"),
+    Reading(words=("scale", "overflow"), excludes=(SCALE_OVERFLOW,), limit="not wrong finite scales"),
     Reading(words=("slot", "identical"), excludes=(SLOT_MISMATCH, "M"), against=("K", "U"),
-            limit="the slots compared, when they were compared; an eviction inside the forward (L/EVICTED_IN_USE) is not"),
-    Reading(words=("tier",), excludes=("M",), against=("B",), limit="each tier is a file of its own"),
+            limit="the slots compared, when they were; an eviction inside the forward is not seen"),
+    Reading(words=("tier",), excludes=("M",), against=(SCALE_OVERFLOW,), limit="each tier is a file of its own"),
     Reading(words=("stale", "row"), against=(UNWRITTEN, "D"),
             limit="that a row is planned does not show that it was written before it was read"),
     Reading(words=("cpu", "kernel"), against=(CPU_KERNEL,), limit="the kernels that ran instead are not excluded"),
@@ -39,7 +39,7 @@ READINGS: tuple[Reading, ...] = (
     Reading(words=("eager",), excludes=("D", "O")),
     Reading(words=("graph",), excludes=("D",)),
     Reading(words=("compil",), excludes=("O",)),
-    Reading(words=("serial",), against=("J",), limit="only what was serialised; copies and host threads may still race"),
+    Reading(words=("serial",), against=("J",), limit="only what was serialised; the rest may still race"),
     Reading(words=("blocking",), against=("J",), limit="launches were serialised, host threads were not"),
     Reading(words=("another device",), excludes=("U",)),
     Reading(words=("another gpu",), excludes=("U",)),
@@ -68,6 +68,6 @@ def _bearing(test: RuledOut) -> tuple[dict[str, Speaks], str]:
     reading = next((r for r in READINGS if all(w in text for w in r.words)), None)
     if reading is None:
         return {}, "not held against any hypothesis: the words do not tell which"
-    bearing: dict[str, Speaks] = {k: "against" for k in reading.against}
-    bearing |= {k: "excludes" for k in reading.excludes}
+    bearing: dict[str, Speaks] = dict.fromkeys(reading.against, "against")
+    bearing |= dict.fromkeys(reading.excludes, "excludes")
     return bearing, "; ".join(filter(None, ("read by its words", reading.limit)))

@@ -19,9 +19,10 @@ from firetower.lab.incident.hypotheses import (
     DETERMINISTIC,
     EVICTED,
     GPU_KERNEL,
+    SCALE_OVERFLOW,
     SLOT_MISMATCH,
+    STATE_NOT_CLEARED,
     TIMING,
-    UNWRITTEN,
     keys_of,
 )
 from firetower.lab.incident.reported import reported
@@ -44,7 +45,7 @@ def observations(case: Case) -> tuple[Observation, ...]:
 def speaks(**groups: Sequence[str]) -> dict[str, Speaks]:
     """``speaks(favours=("C", "J"), against=("A",), excludes=("M",))`` as the mapping of an observation."""
     words: dict[str, Speaks] = {"favours": "for", "against": "against", "excludes": "excludes"}
-    return {key: words[group] for group, keys in groups.items() for key in keys}
+    return {key: words[group] for group, names in groups.items() for name in names for key in keys_of(name) or (name,)}
 
 
 def _place(case: Case) -> Observation | None:
@@ -56,10 +57,15 @@ def _place(case: Case) -> Observation | None:
     limit = f"{case.num_fires - known} of {case.num_fires} fires were not traced" if known < case.num_fires else ""
     if routed >= 0.75 * known:
         rest = known - routed
-        limit = "; ".join(filter(None, (f"{rest} of {known} began elsewhere: one cause for all must explain these too" if rest else "", limit)))
+        limit = "; ".join(
+            filter(
+                None,
+                (f"{rest} of {known} began elsewhere: one cause for all must explain these too" if rest else "", limit),
+            )
+        )
         said = f"routed expert rows are first in {routed} of {known} traced fires ({where})"
         against = ("E", "F", "G", "I", "T")
-        return Observation(name="place", statement=said, limit=limit, speaks=speaks(favours=("C", *L_KEYS), against=against))
+        return Observation(name="place", statement=said, limit=limit, speaks=speaks(favours=L_KEYS, against=against))
     if attention >= 0.75 * known:
         said = f"attention or a state is first in {attention} of {known} traced fires ({where})"
         bearing = speaks(favours=("E", "G", "I"), against=("H", *L_KEYS))
@@ -75,7 +81,9 @@ def _layers(case: Case) -> Observation | None:
     listed = ", ".join(map(str, distinct[:16])) + (", ..." if len(distinct) > 16 else "")
     if len(distinct) == 1:
         said = f"all {len(case.layers)} fires begin in layer {distinct[0]}"
-        return Observation(name="layers", statement=said, speaks=speaks(favours=("A", "H", "I", "M"), against=("C", "J", *L_KEYS)))
+        return Observation(
+            name="layers", statement=said, speaks=speaks(favours=("A", "H", "I", "M"), against=("C", "J", *L_KEYS))
+        )
     if len(distinct) < FEW:
         return Observation(name="layers", statement=f"fires begin in layers {listed}")
     said = f"fires begin in {len(distinct)} different layers ({listed})"
@@ -96,7 +104,10 @@ def _columns(case: Case) -> Observation | None:
     ids = tuple(i for _, i in columns)
     if len(distinct) == 1:
         said = f"the first bad column is {columns[0][0]} in all {len(columns)} fires"
-        return Observation(name="columns", statement=said, speaks=speaks(favours=("A", "M"), against=("C", "J")), fires=ids)
+        # a row that is bad as a whole is bad from its first column on
+        whole_rows = ("G", "H") if columns[0][0] else ()
+        bearing = speaks(favours=("A", "M"), against=("C", "J", *whole_rows))
+        return Observation(name="columns", statement=said, speaks=bearing, fires=ids)
     if len(distinct) < 0.5 * len(columns):
         return None
     said = f"the first bad column varies ({len(distinct)} different in {len(columns)} fires)"
@@ -118,7 +129,7 @@ def _inputs(case: Case) -> Observation | None:
         name="inputs",
         statement=f"{seen}: the value was made there, not brought there",
         limit="finite is not right: a wrong finite input was not looked for",
-        speaks=speaks(against=("E",)),
+        speaks=speaks(against=(STATE_NOT_CLEARED,)),
         fires=() if everywhere else finite,
     )
 
@@ -128,15 +139,16 @@ def _states(case: Case) -> Observation | None:
     bad = tuple(s.id for s in case.sightings if s.states_finite is False)
     if bad:
         said = f"a state was the first bad signal in {len(bad)} of {len(case.sightings)} fires"
-        return Observation(name="states", statement=said, speaks=speaks(favours=("E", "I"), excludes=("N",)), fires=bad)
+        bearing = speaks(favours=(STATE_NOT_CLEARED, "I"), against=("C", "E/STALE_STATE_FINITE"), excludes=("N",))
+        return Observation(name="states", statement=said, speaks=bearing, fires=bad)
     named = [c for c in case.clean if c.split(" ")[0].split("(")[0].lower() in STATES]
     if not named:
         return None
     return Observation(
         name="states",
         statement=f"states clean in every fire: {'; '.join(named)}",
-        limit="clean means finite: a finite wrong state (F) stays possible",
-        speaks=speaks(against=("F", "I", "R"), excludes=("E",)),
+        limit="clean means finite: a finite stale (E/STALE_STATE_FINITE) or wrong one (F) stays possible",
+        speaks=speaks(against=("F", "I", "R"), excludes=(STATE_NOT_CLEARED,)),
     )
 
 
@@ -148,7 +160,9 @@ def _class(case: Case) -> Observation | None:
     infinite = kinds[Kind.POS_INF] + kinds[Kind.NEG_INF]
     if infinite == known:
         said = f"the first bad value is an Inf in all {known} fires with bits"
-        return Observation(name="class", statement=said, speaks=speaks(favours=("A", "B"), against=("G", "H", "N")))
+        return Observation(
+            name="class", statement=said, speaks=speaks(favours=("A", SCALE_OVERFLOW), against=("G", "H", "N"))
+        )
     if infinite:
         return Observation(name="class", statement=f"first bad values: {kinds[Kind.NAN]} NaN, {infinite} Inf")
     return Observation(
@@ -201,7 +215,11 @@ def _repeats(case: Case) -> Observation | None:
     """Whether the same request fires every time."""
     if case.is_intermittent is None:
         return None
-    count = f"{case.tries[0]} of {case.tries[1]} tries" if case.tries else f"first at tries {', '.join(str(r or 'none') for r in case.rounds)}"
+    count = (
+        f"{case.tries[0]} of {case.tries[1]} tries"
+        if case.tries
+        else f"first at tries {', '.join(str(r or 'none') for r in case.rounds)}"
+    )
     if case.is_intermittent:
         return Observation(
             name="repeats",
@@ -212,7 +230,7 @@ def _repeats(case: Case) -> Observation | None:
     return Observation(
         name="repeats",
         statement=f"the same request fires in every try ({count})",
-        speaks=speaks(favours=("A", "B", "G", "H", "M"), against=("J", "U")),
+        speaks=speaks(favours=("A", SCALE_OVERFLOW, "G", "H", "M"), against=("J", "U")),
     )
 
 
@@ -223,29 +241,51 @@ def _positions(case: Case) -> Observation | None:
     low, high = min(case.positions), max(case.positions)
     said = f"token positions {low:,} to {high:,}" + (f" ({case.position_note})" if case.position_note else "")
     if low == high:
-        return Observation(name="positions", statement=f"every fire is at token position {low:,}", speaks=speaks(favours=("T", "M", "A"), against=("J",)))
+        return Observation(
+            name="positions",
+            statement=f"every fire is at token position {low:,}",
+            speaks=speaks(favours=("T", "M", "A"), against=("J",)),
+        )
     if low < 4096 <= high:
         said += ": a long context is not needed"
-        return Observation(name="positions", statement=said, limit="long requests make more steps, so more chances", speaks=speaks(against=("T",)))
+        return Observation(
+            name="positions",
+            statement=said,
+            limit="long requests make more steps, so more chances",
+            speaks=speaks(against=("T",)),
+        )
     return Observation(name="positions", statement=said)
 
 
 def _payload(case: Case) -> Observation | None:
     """Bits that no arithmetic writes."""
-    nans = [p for p in case.patterns if p.kind is Kind.NAN]
-    if not nans:
-        return None
-    carried = [p for p in nans if not writers(p.bits, p.dtype)]
-    plain = [p for p in nans if p not in carried]
+    carried = [p for p in case.patterns if p.kind is Kind.NAN and not writers(p.bits, p.dtype)]
     if not carried:
-        said = f"all NaN patterns are what arithmetic writes ({_listed(plain)})"
-        return Observation(name="bits", statement=said, limit="says nothing of the cause: not garbage, not a certain op")
-    said = f"{_listed(carried)}: written by no measured arithmetic, so carried there"
+        return None
+    said = f"bits that no measured arithmetic writes, so carried there: {_listed(carried)}"
     if widened := list(dict.fromkeys(_widened(carried))):
-        said += f"; consistent with a 16-bit float NaN widened ({', '.join(widened)}), or two adjacent 16-bit fields"
-    if plain:
-        said += f". {_listed(plain)}: plain arithmetic NaN, no sign of garbage"
-    return Observation(name="bits", statement=said, limit="bits are one piece of evidence, never the verdict", speaks=speaks(favours=("C", "D", "J")))
+        said += (
+            f"; consistent with a 16-bit float NaN widened ({', '.join(widened)}), rival: two adjacent 16-bit fields"
+        )
+    return Observation(
+        name="payload",
+        statement=said,
+        limit="who wrote them is not known; bits are one piece of evidence, never the verdict",
+        speaks=speaks(favours=("C", "D", "J")),
+    )
+
+
+def _default_bits(case: Case) -> Observation | None:
+    """Bits that plain arithmetic writes, often taken for garbage."""
+    plain = [p for p in case.patterns if p.kind is Kind.NAN and writers(p.bits, p.dtype)]
+    if not plain:
+        return None
+    whose = list(dict.fromkeys(w for p in plain for w in writers(p.bits, p.dtype) if w.endswith("arithmetic")))
+    return Observation(
+        name="default bits",
+        statement=f"bits that arithmetic writes ({', '.join(whose) or 'a known constant'}): {_listed(plain)}",
+        limit="any invalid operation leaves them: they speak neither for garbage nor for a certain op",
+    )
 
 
 def _widened(patterns: Sequence[Pattern]) -> Iterator[str]:
@@ -261,9 +301,17 @@ def _listed(patterns: Sequence[Pattern]) -> str:
 def _persistence(case: Case) -> Observation | None:
     """Whether the next requests are bad as well."""
     if case.persistence == "bad":
-        return Observation(name="after", statement="the requests after a fire are bad too", speaks=speaks(favours=("E", "K", "M"), against=("A", "J", "N")))
+        return Observation(
+            name="after",
+            statement="the requests after a fire are bad too",
+            speaks=speaks(favours=("E", "K", "M"), against=("A", "C", "J", "N")),
+        )
     if case.persistence == "clean":
-        return Observation(name="after", statement="the requests after a fire are clean", speaks=speaks(excludes=("E",), against=("K", "M")))
+        return Observation(
+            name="after",
+            statement="the requests after a fire are clean",
+            speaks=speaks(excludes=(STATE_NOT_CLEARED,), against=("K", "M")),
+        )
     return None
 
 
@@ -273,9 +321,12 @@ def _weights(case: Case) -> Observation | None:
     if not bad:
         return None
     names = sorted({n for s in bad for n in s.bad_weights})
-    said = f"a weight of the first bad op is itself non-finite in {len(bad)} of {len(case.sightings)} fires ({', '.join(names[:3])})"
+    shown = ", ".join(names[:3])
+    said = f"a weight of the first bad op is non-finite itself in {len(bad)} of {len(case.sightings)} fires ({shown})"
     limit = "from the file (M) or overwritten later (K): hash it against the file"
-    return Observation(name="weights", statement=said, limit=limit, speaks=speaks(favours=("M", "K")), fires=tuple(s.id for s in bad))
+    return Observation(
+        name="weights", statement=said, limit=limit, speaks=speaks(favours=("M", "K")), fires=tuple(s.id for s in bad)
+    )
 
 
 def _alone(case: Case) -> Observation | None:
@@ -318,6 +369,7 @@ def _verdicts(case: Case) -> Observation | None:
 
 
 RULES: tuple[Rule, ...] = (
-    _verdicts, _place, _layers, _columns, _sides, _inputs, _states, _weights, _slots, _class, _payload, _positions,
+    _verdicts, _place, _layers, _columns, _sides, _inputs, _states, _weights, _slots, _class, _payload, _default_bits,
+    _positions,
     _repeats, _persistence, _alone,
 )  # fmt: skip

@@ -39,7 +39,9 @@ def read_incident(path: Path | str) -> Incident:
     path = Path(path)
     try:
         if path.stat().st_size > MAX_BYTES:
-            raise RecordError(f"incident={path.name}: over {MAX_BYTES >> 20} MB; an incident file holds facts, not logs")
+            raise RecordError(
+                f"incident={path.name}: over {MAX_BYTES >> 20} MB; an incident file holds facts, not logs"
+            )
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
         raise RecordError(f"incident={path.name}: cannot be read ({e}); give a JSON file") from e
@@ -64,11 +66,15 @@ def incident_from_dict(data: Any) -> Incident:
     total = _natural(data, "fires_total", default=len(fires))
     traced = _natural(data, "fires_with_layer_trace", default=sum(bool(f.first_layers or f.stage) for f in fires))
     if max(traced, len(fires)) > total:
-        raise RecordError(f"fires_total={total}: must be at least the {max(traced, len(fires))} fires that are described")
+        raise RecordError(
+            f"fires_total={total}: must be at least the {max(traced, len(fires))} fires that are described"
+        )
     first = {k: _count(v, f"first_poisoned_in_traced_fires.{k}")
              for k, v in _object(data, "first_poisoned_in_traced_fires").items() if v is not None}  # fmt: skip
     if sum(first.values()) > traced:
-        raise RecordError(f"first_poisoned_in_traced_fires: adds up to {sum(first.values())}, over the {traced} traced fires")
+        raise RecordError(
+            f"first_poisoned_in_traced_fires: adds up to {sum(first.values())}, over the {traced} traced fires"
+        )
     positions, note = _positions(_object(data, "positions"))
     return Incident(
         what=_text(data, "what"),
@@ -111,7 +117,9 @@ def _fire(data: Any, where: str) -> IncidentFire:
         layer=_maybe(data, "layer", where),
         first_layers=first_layers,
         layer_kinds={str(k): str(v) for k, v in _object(data, "layer_kind", where).items()},
-        first={k.removeprefix("first_"): _place(v, f"{where}.{k}") for k, v in places.items() if k.startswith("first_")},
+        first={
+            k.removeprefix("first_"): _place(v, f"{where}.{k}") for k, v in places.items() if k.startswith("first_")
+        },
         audits={k: _place(v, f"{where}.{k}") for k, v in places.items() if k.endswith("_audit")},
         mapped=_mapped(data, where),
         clean=_texts(data, "clean", where),
@@ -156,7 +164,7 @@ def _pattern(bits: Any, dtype: Any, where: str) -> tuple[int, str]:
     try:
         pattern = parse_bits(bits) if isinstance(bits, str) else None
         if pattern is None:
-            raise RecordError(f"{where}.bits={bits!r}: must be hexadecimal digits such as \"7fd6e000\"")
+            raise RecordError(f'{where}.bits={bits!r}: must be hexadecimal digits such as "7fd6e000"')
         if dtype is None:
             dtype = _DTYPE_OF_DIGITS.get(pattern.num_bits // 4)
         if not isinstance(dtype, str):
@@ -226,7 +234,7 @@ def _tries(data: Mapping[str, Any]) -> tuple[int, int] | None:
 
 def _persistence(value: Any) -> Any:
     if value not in (None, "clean", "bad"):
-        raise RecordError(f"after_a_fire={value!r}: must be \"clean\" or \"bad\" (the next requests), or left out")
+        raise RecordError(f'after_a_fire={value!r}: must be "clean" or "bad" (the next requests), or left out')
     return value
 
 

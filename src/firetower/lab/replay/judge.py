@@ -14,6 +14,22 @@ from firetower.lab.replay.records import Sign, TryEnd
 MAX_SIGNS = 16
 """Signs kept of one try, fires first."""
 
+CANARY_LIMITS = DetectConfig(
+    fire_repeats=12,
+    run_warn=6,
+    run_sign=4,
+    token_run_warn=12,
+    token_run_sign=4,
+    token_zero_warn=8,
+    edge_warn=4,
+    loop_sign_chars=12,
+    loop_warn_chars=24,
+    flat_tokens=4,
+    empty_tokens=4,
+)
+"""Limits for answers of 24 tokens, which the usual ones never reach. Used only beside a healthy answer that passed
+them: models with random weights repeat themselves when well."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
@@ -23,6 +39,7 @@ class Result:
         message: what the server or the worker said, for the user's eyes; it may hold content and is never stored.
         fatal: why no further try can do better (wrong key, no such model); empty where one can.
         text: what was answered, of canaries only.
+        is_odd: a canary's answer that breaks `CANARY_LIMITS`.
     """
 
     end: TryEnd
@@ -39,6 +56,7 @@ class Result:
     message: str = ""
     fatal: str = ""
     text: str = ""
+    is_odd: bool = False
 
 
 def lost(detail: str, *, seconds: float = 0.0, message: str = "", fatal: str = "") -> Result:
@@ -52,13 +70,14 @@ class AnswerJudge:
     Args:
         config: limits of the detectors.
         is_streamed: each event is about one token where it does not say otherwise; False for a whole answer.
-        keeps_text: keep the answer (canaries).
+        is_canary: keep the answer, and hold it against `CANARY_LIMITS` as well.
     """
 
-    def __init__(self, config: DetectConfig | None = None, *, is_streamed: bool, keeps_text: bool = False) -> None:
+    def __init__(self, config: DetectConfig | None = None, *, is_streamed: bool, is_canary: bool = False) -> None:
         self._detector = Detector(config)
+        self._tight = Detector(CANARY_LIMITS) if is_canary else None
         self._is_streamed = is_streamed
-        self._text: list[str] | None = [] if keeps_text else None
+        self._text: list[str] = []
         self._tokens: dict[int, int] = defaultdict(int)
         self._places: dict[tuple[int, str], tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
         self._usage: int | None = None
@@ -77,12 +96,16 @@ class AnswerJudge:
         for event in events:
             self.num_events += 1
             self._follow(event)
+            if self._tight is not None:
+                self._tight.feed(event)
             has_news |= any(f.severity is Severity.FIRE for f in self._detector.feed(event))
         return has_news
 
     def result(self, *, seconds: float, http_status: int | None = None) -> Result:
         """End the answer and judge it: clean or fire."""
         self._detector.finish()
+        if self._tight is not None:
+            self._tight.finish()
         findings = sorted(self._detector.findings, key=lambda f: -RANK[f.severity])
         fires = [f for f in findings if f.severity is Severity.FIRE]
         positions = [p for p in map(self._token_of, fires) if p is not None]
@@ -95,7 +118,8 @@ class AnswerJudge:
             signs=tuple(map(sign_of, findings[:MAX_SIGNS])),
             http_status=http_status,
             finish_reason=self._finish_reason,
-            text="".join(self._text or ()),
+            text="".join(self._text),
+            is_odd=self._tight is not None and self._tight.is_fire,
         )
 
     def _follow(self, event: StreamEvent) -> None:
@@ -110,7 +134,7 @@ class AnswerJudge:
             lengths, tokens = self._places[event.choice, event.field]
             lengths.append((lengths[-1] if lengths else 0) + len(event.text))
             tokens.append(self._tokens[event.choice])
-            if self._text is not None:
+            if self._tight is not None:
                 self._text.append(event.text)
         self._tokens[event.choice] += self._num_tokens(event)
 

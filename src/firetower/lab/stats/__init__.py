@@ -17,10 +17,10 @@ from firetower.lab.stats.clean import (
     clean_so_far,
     fixed_support,
 )
-from firetower.lab.stats.compare import Comparison, compare
-from firetower.lab.stats.dispersion import Dispersion, dispersion, rounds_dispersion
+from firetower.lab.stats.comparison import Comparison, compare
 from firetower.lab.stats.planning import Plan, plan, power_at
 from firetower.lab.stats.rounds import Round, rounds_rate
+from firetower.lab.stats.scatter import Dispersion, dispersion, rounds_dispersion
 from firetower.lab.stats.survival import Curve, CurvePoint, Position, ignition_curve
 from firetower.lab.stats.watching import WatchedComparison, compare_watching
 

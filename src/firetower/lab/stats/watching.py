@@ -10,7 +10,7 @@ from scipy.optimize import brentq, minimize_scalar
 from firetower.lab.stats.anytime import anytime_rate, log_e_value, log_likelihood, log_mixture
 from firetower.lab.stats.binomial import Rate
 from firetower.lab.stats.check import check_between
-from firetower.lab.stats.compare import verdict
+from firetower.lab.stats.comparison import verdict
 from firetower.lab.stats.text import interval, percent, share
 
 

@@ -16,6 +16,12 @@ from firetower.core.records import Fire
 StillFires = Callable[[Capture], bool]
 """Runs a capture again and says whether it fires; the lab's replay gives one."""
 
+SHOWN_OF_A_FIRE = (
+    "id", "created_at", "source", "runtime", "device", "phase", "step", "origin", "first", "outcome", "bad_signals",
+    "burned", "coverage", "pad_before_real", "laundered", "inputs", "output", "weights", "count",
+)  # fmt: skip
+"""Fields of a fire that a redacted capture shows as they are. A field that is not named here is left out."""
+
 _FINDING_KEYS = ("kind", "severity", "choice", "field", "position", "unit", "count")
 _MAX_NAME_CHARS = 200
 
@@ -27,6 +33,7 @@ def redact(
     vocabulary_size: int | None = None,
     special_ids: Sequence[int] | None = None,
     keep_special: bool = False,
+    also_dropped: Sequence[str] = (),
     still_fires: StillFires | None = None,
 ) -> Capture:
     """Make a capture that shows nothing of what was said, and measure whether it still fires.
@@ -42,6 +49,7 @@ def redact(
         vocabulary_size: of the model, where the capture does not say.
         special_ids: ids never drawn; the capture's own when omitted.
         keep_special: leave special ids of the prompt in place (turn marks, begin of text). Shows where turns were.
+        also_dropped: what the caller knows of and did not read (``tensors``), to be marked as dropped.
         still_fires: runs the redacted capture; its answer is recorded. None: "not measured".
 
     Raises:
@@ -67,7 +75,7 @@ def redact(
         num_replaced=sum(map(len, rows)) - num_kept,
         num_kept_special=num_kept,
         original_kind=capture.request.kind,
-        dropped=dropped,
+        dropped=(*dropped, *also_dropped),
     )
     result = _shell(capture, request, new_rows, redaction)
     if still_fires is not None:
@@ -117,12 +125,12 @@ def _request(capture: Capture, rows: tuple[tuple[int, ...], ...]) -> tuple[Reque
     body = {k: v for k, v in old.body.items() if k in SAMPLING_KEYS and _is_plain(v)}
     if isinstance(old.body.get("stream"), bool):
         body["stream"] = old.body["stream"]
-    dropped = [f"body.{k[:80]}" for k in old.body if k not in body]
+    name = _base_name(capture.model.name)
+    dropped = [f"body.{k[:80]}" for k in old.body if k not in body and not (k == "model" and name)]
     dropped += [name for name in ("headers",) if old.headers]
     dropped += [name for name in ("outputs", "tensors", "findings") if getattr(capture, name)]
     if old.kind == "call":
         return Request(kind="call", body=body), tuple(dropped)
-    name = _base_name(capture.model.name)
     prompt: Any = list(rows[0]) if len(rows) == 1 else [list(row) for row in rows]
     body = ({"model": name} if name else {}) | {"prompt": prompt} | body
     return Request(kind="completions", method="POST", path="/v1/completions", body=body), tuple(dropped)
@@ -153,9 +161,8 @@ def _shell(capture: Capture, request: Request, rows: tuple[tuple[int, ...], ...]
 
 def _fire(fire: Fire) -> Fire:
     """The incident without token ids, request id and free-form parts; places and bits stay."""
-    return dataclasses.replace(
-        fire, token_ids=None, request=None, extra={}, notes=(), verdict=None, model=_base_name(fire.model)
-    )
+    shown = {name: getattr(fire, name) for name in SHOWN_OF_A_FIRE}
+    return Fire(**shown, model=_base_name(fire.model))
 
 
 def _plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -133,7 +133,7 @@ def test_an_archive_with_changed_content_is_refused(packed, tmp_path):
 
 
 def test_a_bomb_is_stopped_at_its_header(packed, tmp_path, monkeypatch):
-    monkeypatch.setattr("firetower.capture.pack.MAX_JSON_BYTES", 1 << 16)
+    monkeypatch.setattr("firetower.capture.archive.MAX_JSON_BYTES", 1 << 16)
 
     def change(members):
         return [(named("capture/content.json"), bytes(1 << 24)), *members]

@@ -1,0 +1,97 @@
+"""What the lab says of a case, held against what was planted: verdict, refuter, and silence about the twin."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from firetower.core.verdict import Verdict
+from firetower.drills.evidence import Evidence, remembered, subject_of
+from firetower.drills.spec import Case, Drill, Variant
+from firetower.lab.diagnose import diagnose
+from firetower.lab.discriminate.look import Look
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """The lab on one variant.
+
+    Attributes:
+        wanted, said: the planted cause and the verdict's, ``FAMILY/DETAIL``.
+        statement: the verdict in words.
+        undecided_between: causes that the verdict leaves open.
+        declared_open: causes that the variant said beforehand stay open.
+        is_detected: the lab noticed that something is wrong: it decided, or the request went wrong.
+        unnamed: words of the origin that neither the statement nor the evidence for it holds.
+        refuter: the test that must overturn the verdict. refuted: the verdict once it came out the other way.
+        twin_said: what the lab wrongly decided of the clean twin, None where it decided nothing.
+    """
+
+    wanted: str
+    said: str
+    statement: str
+    undecided_between: tuple[str, ...]
+    declared_open: tuple[str, ...]
+    is_detected: bool
+    unnamed: tuple[str, ...]
+    refuter: str
+    refuted: str
+    twin_said: str | None
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the family is the planted one, or undecided exactly where that was said beforehand."""
+        if self.declared_open:
+            return self.said == self.wanted and set(self.declared_open) <= set(self.undecided_between)
+        return self.family_said == self.wanted[0]
+
+    @property
+    def is_detail_right(self) -> bool:
+        """Whether family and detail are the planted ones."""
+        return self.is_right and self.said == self.wanted
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether another family was decided: worse than undecided."""
+        return self.family_said not in ("V", self.wanted[0])
+
+    @property
+    def has_flipped(self) -> bool:
+        """Whether the refuter overturned the verdict."""
+        return self.refuted != self.wanted or bool(self.declared_open)
+
+    @property
+    def family_said(self) -> str:
+        """Letter of the family in the verdict, V when undecided."""
+        return self.said[0]
+
+
+def judge(drill: Drill, variant: Variant, fault: Case, twin: Case) -> Judgement:
+    """Ask the lab of a fault, of the same fault refuted, and of its clean twin."""
+    subject = remembered(subject_of(fault))
+    refuter = drill.refuter_of(variant)
+    verdict = diagnose(subject)
+    clean = remembered(subject_of(twin))
+    of_twin = diagnose(clean)
+    return Judgement(
+        wanted=drill.verdict_of(variant),
+        said=verdict.key,
+        statement=verdict.statement,
+        undecided_between=verdict.undecided_between,
+        declared_open=variant.undecided_between,
+        is_detected=verdict.decided or is_wrong(subject),
+        unnamed=tuple(p for p in fault.places if p not in _text(verdict)),
+        refuter=refuter.test,
+        refuted=diagnose(refuter.flip(subject)).key,
+        twin_said=of_twin.key if of_twin.decided else "its request is wrong" if is_wrong(clean) else None,
+    )
+
+
+def is_wrong(subject: Evidence) -> bool:
+    """Whether the request as it was served went wrong: a bad value, or far from what it should be."""
+    look = Look(subject)
+    return look.has("run") and bool(look.is_wrong(look.outcome()))
+
+
+def _text(verdict: Verdict) -> str:
+    supporting = (e.statement for e in verdict.evidence if verdict.key in e.supports)
+    return "\n".join((verdict.statement, *supporting))
