@@ -20,9 +20,9 @@ from pathlib import Path
 # set before numpy is imported: its threads must not compete with llama.cpp's
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from firetower.attach.llama_runtime import LlamaContext, LlamaOptions, LlamaSession
-from firetower.attach.llama_sensor import EvalSensor, Step
-from firetower.attach.llama_weights import WeightReader
+from firetower.attach.llama.runtime import LlamaContext, LlamaOptions, LlamaSession
+from firetower.attach.llama.sensor import EvalSensor, Step
+from firetower.attach.llama.weights import WeightReader
 from firetower.core.errors import MissingExtraError
 from firetower.core.records import Phase
 

@@ -18,6 +18,7 @@ import torch
 import firetower
 from firetower.cli.main import main as firetower_cli
 from firetower.core.config import data_folder
+from firetower.core.records import Kind
 from firetower.drills import hosts
 from firetower.scan.gguf import block_location
 
@@ -88,8 +89,12 @@ def overflow() -> None:
     experts = model.model.layers[1].mlp.experts
     with torch.no_grad():
         experts.gate_up_proj[5] *= 400
-    ids = torch.randint(5, 500, (1, 48), generator=torch.Generator().manual_seed(1))
-    print(firetower.investigate(model, input_ids=ids))
+    ids = torch.randint(5, 500, (1, 24), generator=torch.Generator().manual_seed(1))
+    found = firetower.investigate(model, input_ids=ids)
+    print(found)
+    norm = next((e for e in found.propagators if "norm" in e.module and e.first.kind is Kind.NAN), None)
+    if found.origin is not None and norm is not None:
+        print(f"(a norm first shows NaN {norm.index - found.origin.index} ops later, at {norm.op} in {norm.module})")
 
 
 def main() -> None:

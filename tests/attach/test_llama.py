@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firetower.attach import llama
-from firetower.attach.llama_ggml import (
+from firetower.attach.llama.ggml import (
     FLOAT_TYPES,
     NAME_OFFSET,
     FloatType,
@@ -35,11 +35,11 @@ from firetower.attach.llama_ggml import (
     summarise,
     widen,
 )
-from firetower.attach.llama_report import make_fire
-from firetower.attach.llama_run import LlamaRun
-from firetower.attach.llama_runtime import LlamaOptions
-from firetower.attach.llama_sensor import MAX_BAD_SIGNALS, CheckedTensor, EvalSensor, Step
-from firetower.attach.llama_weights import WeightReader
+from firetower.attach.llama.report import make_fire
+from firetower.attach.llama.run import LlamaRun
+from firetower.attach.llama.runtime import LlamaOptions
+from firetower.attach.llama.sensor import MAX_BAD_SIGNALS, CheckedTensor, EvalSensor, Step
+from firetower.attach.llama.weights import WeightReader
 from firetower.core.codec import fire_from_dict, fire_to_dict
 from firetower.core.errors import ConfigError, TraceError
 from firetower.core.records import Kind, Legal, Phase, Status
@@ -806,7 +806,7 @@ def test_options_are_frozen() -> None:
 
 def test_the_tracer_imports_neither_torch_nor_llama_cpp() -> None:
     code = (
-        "import firetower.attach.llama_worker, sys; print(sorted({'torch', 'llama_cpp'} & set(sys.modules)))"
+        "import firetower.attach.llama.worker, sys; print(sorted({'torch', 'llama_cpp'} & set(sys.modules)))"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"

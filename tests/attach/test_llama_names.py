@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from firetower.attach.llama_names import is_weight, place, strip
+from firetower.attach.llama.names import is_weight, place, strip
 
 
 @pytest.mark.parametrize(

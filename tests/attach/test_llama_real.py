@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from firetower.attach.llama import trace
-from firetower.attach.llama_runtime import LlamaOptions, LlamaSession
-from firetower.attach.llama_sensor import CheckedTensor
+from firetower.attach.llama.runtime import LlamaOptions, LlamaSession
+from firetower.attach.llama.sensor import CheckedTensor
 from firetower.core.errors import TraceError
 from firetower.core.records import Fire, Kind, Phase
 
@@ -163,7 +163,7 @@ def test_smollm2_itself_is_silent_and_answers(smollm2: Path, level: Any) -> None
 
 
 def test_watching_does_not_change_the_tokens(smollm2: Path) -> None:
-    from firetower.attach.llama_run import LlamaRun
+    from firetower.attach.llama.run import LlamaRun
 
     watched = trace(smollm2, prompt="Count to ten.", max_tokens=16, level="full", options=OPTIONS)
     with LlamaSession(smollm2, OPTIONS) as session:
@@ -306,7 +306,7 @@ def test_a_truncated_file_is_refused_with_llama_cpps_reason(small: Callable[...,
 def test_mutated_files_are_refused_or_run_never_a_traceback(
     small: Callable[..., Path], tmp_path: Path
 ) -> None:
-    from firetower.attach.llama_worker import trace_in_child
+    from firetower.attach.llama.worker import trace_in_child
     from firetower.core.errors import FiretowerError
 
     raw = small().read_bytes()

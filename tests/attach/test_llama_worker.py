@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from firetower.attach import llama_worker
-from firetower.attach.llama import LlamaTrace
-from firetower.attach.llama_runtime import LlamaOptions
-from firetower.attach.llama_worker import serve, trace_from_dict, trace_in_child
+from firetower.attach.llama import LlamaTrace, worker
+from firetower.attach.llama.runtime import LlamaOptions
+from firetower.attach.llama.worker import serve, trace_from_dict, trace_in_child
 from firetower.core.codec import dumps
 from firetower.core.errors import FiretowerError, MissingExtraError, TraceError
 from firetower.core.records import BadValue, Fire, Kind, Outcome, Phase, Signal
@@ -122,7 +121,7 @@ def test_serve_answers_with_pieces_and_result(monkeypatch: pytest.MonkeyPatch) -
         return RESULT
 
     events: list[Any] = []
-    monkeypatch.setattr(llama_worker, "trace", fake)
+    monkeypatch.setattr(worker, "trace", fake)
     serve({"model_path": "m", "options": {}, "arguments": {"prompt": "hello"}}, events.append)
     assert events == [{"piece": "hello"}, {"result": RESULT}]
 

@@ -78,6 +78,13 @@ def test_headers_inside_a_tool_go_by_the_list():
     assert clean.dropped == ("body.tools[0].headers: header x-mine", "body.tools[0].authorization")
 
 
+def test_a_tool_parameter_called_headers_is_a_schema():
+    body = {"tools": [{"function": {"parameters": {"properties": {"headers": {"type": "object"}}}}}]}
+    assert scrub(body).value == body
+    mixed = scrub({"headers": {"X-Mine": SECRET, "retries": 3}})
+    assert mixed.value == {"headers": {}}
+
+
 @pytest.mark.parametrize(
     "value",
     ["sk-proj-abcdefghijklmnop1234", "hf_abcdefghijklmnopqrst", "ghp_abcdefghijklmnopqrstuvwx", "AKIAABCDEFGHIJKLMNOP",
@@ -139,7 +146,7 @@ _BODY = st.recursive(
 
 
 @given(st.dictionaries(_NAMES, _BODY, max_size=5))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_scrubbing_twice_changes_nothing_more(body):
     once = scrub(body)
     again = scrub(once.value)

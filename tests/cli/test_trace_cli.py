@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from firetower.attach import llama_runtime, llama_worker
-from firetower.attach.llama import LlamaTrace
-from firetower.attach.llama_runtime import LlamaOptions
+from firetower.attach.llama import LlamaTrace, runtime, worker
+from firetower.attach.llama.runtime import LlamaOptions
 from firetower.cli.main import main
 from firetower.core.errors import TraceError
 from firetower.core.records import (
@@ -97,8 +96,8 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Play:
                 on_piece(result.text)
             return result
 
-        monkeypatch.setattr(llama_worker, "trace_in_child", fake)
-        monkeypatch.setattr(llama_runtime, "require_llama_cpp", lambda: None)
+        monkeypatch.setattr(worker, "trace_in_child", fake)
+        monkeypatch.setattr(runtime, "require_llama_cpp", lambda: None)
         return asked
 
     return set_up
@@ -273,7 +272,7 @@ def test_a_crash_is_a_user_error(
         raise TraceError("llama.cpp crashed with SIGABRT; see --debug")
 
     play(CLEAN)
-    monkeypatch.setattr(llama_worker, "trace_in_child", crash)
+    monkeypatch.setattr(worker, "trace_in_child", crash)
     assert main(["trace", str(model)]) == 1
     assert capsys.readouterr().err == "firetower: llama.cpp crashed with SIGABRT; see --debug\n"
 

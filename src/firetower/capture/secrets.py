@@ -96,7 +96,7 @@ def _scrub_mapping(
     result = {}
     for name, item in value.items():
         place = f"{where}.{name}" if where else str(name)
-        if _is_header_map(name, item):
+        if _is_header_map(name, item) and not in_schema:
             result[name], gone = allowed_headers(item)
             dropped += [f"{place}: {g}" for g in gone]
             continue
@@ -137,8 +137,7 @@ def _is_secret_option(item: Any, *, with_value: bool) -> bool:
 
 
 def _is_header_map(name: str, item: Any) -> bool:
-    plain = re.sub(r"[^a-z]", "", name.lower())
-    return plain in _HEADER_KEYS and isinstance(item, Mapping) and all(isinstance(v, str) for v in item.values())
+    return re.sub(r"[^a-z]", "", name.lower()) in _HEADER_KEYS and isinstance(item, Mapping)
 
 
 def _is_text(item: Any) -> bool:

@@ -84,8 +84,8 @@ def run(args: argparse.Namespace) -> int:
     """Trace; 0 when clean, 1 when firetower itself failed on a tensor, 3 on a fire."""
     from pathlib import Path
 
-    from firetower.attach.llama_runtime import LlamaOptions, check_model_file, require_llama_cpp
-    from firetower.attach.llama_worker import trace_in_child
+    from firetower.attach.llama.runtime import LlamaOptions, check_model_file, require_llama_cpp
+    from firetower.attach.llama.worker import trace_in_child
 
     path = Path(args.model).expanduser()
     check_model_file(path)

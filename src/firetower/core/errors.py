@@ -52,6 +52,10 @@ class StatsError(FiretowerError, ValueError):
     """Counts or rates that no statistic can be made of."""
 
 
+class SubjectError(FiretowerError, ValueError):
+    """A subject of the lab that is put together wrongly."""
+
+
 class ReplayError(FiretowerError):
     """A replay that cannot be made as asked, or a campaign that cannot be read or gone on with."""
 

@@ -103,8 +103,8 @@ def _survivorship(case: Case) -> str:
         return f"All {case.num_fires} fires were traced to a first bad signal{where}."
     missing = case.num_fires - case.num_traced
     return (
-        f"{traced}{where}. What the other {missing} would have shown is not known: shares below are of the traced fires "
-        "only, and fires that were traced may differ from the others (later builds, more watching)."
+        f"{traced}{where}. What the other {missing} would have shown is not known: shares below are of the traced "
+        "fires only, and fires that were traced may differ from the others (later builds, more watching)."
     )
 
 

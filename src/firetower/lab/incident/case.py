@@ -200,7 +200,7 @@ def _sighting(fire: IncidentFire, incident: Incident) -> Sighting:
         build=fire.build,
         try_number=fire.try_number,
         inputs_finite=True if stage and input_is_clean else None,
-        states_finite=True if any(_names(c, STATES) for c in clean) else None,
+        states_finite=False if stage in STATES else True if any(_names(c, STATES) for c in clean) else None,
         first_layers=fire.first_layers,
         clean=(*fire.clean, *(f"{n} ({v:,} values)" for n, (v, bad) in fire.mapped.items() if not bad)),
         slot_is_identical=_slot(fire),

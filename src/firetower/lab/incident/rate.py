@@ -25,9 +25,7 @@ def rate_sentences(case: Case) -> tuple[str, ...]:
         shown = ", ".join(str(r or "none") for r in case.rounds)
         all_fired = all(r.fired for r in rounds)
         before = rounds_rate(rounds, cap=None if all_fired else case.round_cap)
-        said.append(
-            f"Rounds that stop at their first fire ({shown}): {before.sentence}"
-        )
+        said.append(f"Rounds that stop at their first fire ({shown}): {before.sentence}")
         if all_fired and case.round_cap:
             said.append(_with_cap(case, before.lower, before.upper))
         if len(rounds) > 1:

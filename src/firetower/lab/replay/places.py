@@ -221,22 +221,21 @@ class ChildPlace:
             self.close()
             raise ReplayError(answer["error"])
         if answer is None:
-            reason = self._epitaph()
+            reason = f"{self._epitaph()} while it loaded; {self._last_words()}"
             self.close()
             if not self._is_aborted:
-                raise ReplayError(f"target={self._spec.text}: the worker died while it loaded: {reason}")
+                raise ReplayError(f"target={self._spec.text}: the worker {reason}")
 
     def run(self, request: ReplayRequest) -> Result:
-        """Make one try; a child that dies or takes too long loses it and is started anew by the next one."""
+        """Make one try; a child that dies or takes too long loses it and stays dead until it is restarted."""
         started = time.monotonic()
         if self._child is None or self._child.poll() is not None:
-            self.start()
+            return lost("the worker is not running")
         answer = self._ask(dumps(request), request.timeout_s)
         seconds = time.monotonic() - started
         if answer is None:
-            reason = "timed out" if seconds >= request.timeout_s else self._epitaph()
-            self.close()
-            return lost(f"worker: {reason}", seconds=seconds)
+            reason = "timed out" if seconds >= request.timeout_s else f"the worker {self._epitaph()}"
+            return lost(reason, seconds=seconds, message=self._last_words())
         try:
             return record_from_dict(Result, answer, "result")
         except RecordError as e:
@@ -298,15 +297,19 @@ class ChildPlace:
         return answer if isinstance(answer, dict) else None
 
     def _epitaph(self) -> str:
-        """How the child ended, and the last thing that it said."""
-        child = self._child
-        code = None if child is None else child.poll()
-        ended = "died"
-        if code is not None:
-            ended = f"ended with code {code}"
-            if code < 0:
-                ended = f"died of {signal.Signals(-code).name}" if -code in set(signal.Signals) else f"died of {-code}"
-        return ended
+        """How the child ended."""
+        code = None if self._child is None else self._child.poll()
+        if code is None or code >= 0:
+            return f"ended with code {code}"
+        return f"died of {signal.Signals(-code).name if -code in set(signal.Signals) else f'signal {-code}'}"
+
+    def _last_words(self) -> str:
+        """The last line that the child wrote to stderr."""
+        if self._talk is None:
+            return ""
+        self._talk.seek(0)
+        lines = self._talk.read().decode("utf-8", "replace").strip().splitlines()
+        return lines[-1][:400] if lines else ""
 
 
 def _environment(variables: Variables) -> dict[str, str]:

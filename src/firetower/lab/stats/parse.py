@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from fractions import Fraction
 
 from firetower.core.errors import StatsError
 from firetower.lab.stats.check import check_between, check_count
 from firetower.lab.stats.rounds import Round
 from firetower.lab.stats.survival import Position
 
-_COUNT = re.compile(r"([+-]?\d+)/([+-]?\d+)")
-_STEP = re.compile(r"(\d+)(\+?)")
+# digits are bounded: Python refuses to read numbers of thousands of them
+_COUNT = re.compile(r"(-?\d{1,18})/(-?\d{1,18})")
+_STEP = re.compile(r"(\d{1,18})(\+?)")
 
 
 def parse_count(text: str) -> tuple[int, int]:
@@ -62,13 +62,14 @@ def parse_rate(text: str) -> float:
     Raises:
         StatsError: another form, or a share outside 0 to 1.
     """
-    stripped = text.strip()
-    percent = stripped.endswith("%")
+    share = text.strip().removesuffix("%")
+    percent = share != text.strip()
+    above, slash, below = share.partition("/")
     try:
-        value = Fraction(stripped.removesuffix("%").strip())
+        value = float(above) / (float(below) if slash else 1.0)
     except (ValueError, ZeroDivisionError):
         raise StatsError(f"rate={text!r}: must be a share such as 1/18, .05 or 5%") from None
-    return check_between("rate", float(value / 100 if percent else value), zero=True, one=True)
+    return check_between("rate", value / 100 if percent else value, zero=True, one=True)
 
 
 def _steps(name: str, text: str, example: str) -> list[tuple[int, bool]]:

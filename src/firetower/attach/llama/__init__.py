@@ -12,11 +12,11 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from firetower.attach.llama_report import make_fire
-from firetower.attach.llama_run import LlamaRun
-from firetower.attach.llama_runtime import LlamaOptions, LlamaSession
-from firetower.attach.llama_sensor import CheckedTensor, EvalSensor, Level
-from firetower.attach.llama_weights import WeightReader
+from firetower.attach.llama.report import make_fire
+from firetower.attach.llama.run import LlamaRun
+from firetower.attach.llama.runtime import LlamaOptions, LlamaSession
+from firetower.attach.llama.sensor import CheckedTensor, EvalSensor, Level
+from firetower.attach.llama.weights import WeightReader
 from firetower.core.errors import ConfigError
 from firetower.core.records import Fire, Status
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from firetower.attach.llama_ggml import (
+from firetower.attach.llama.ggml import (
     FLOAT_TYPES,
     INTEGER_TYPES,
     NAME_OFFSET,
@@ -31,9 +31,9 @@ from firetower.attach.llama_ggml import (
     summarise,
     widen,
 )
-from firetower.attach.llama_names import Place, place
-from firetower.attach.llama_sources import Source, SourceReader
-from firetower.attach.llama_weights import WeightReader
+from firetower.attach.llama.names import Place, place
+from firetower.attach.llama.sources import Source, SourceReader
+from firetower.attach.llama.weights import WeightReader
 from firetower.core.records import BadValue, Legal, Phase, Signal, SignalReading, Status, TensorSummary
 
 Level = Literal["off", "filtered", "full"]

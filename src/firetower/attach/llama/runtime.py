@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from firetower.attach.llama_ggml import GgmlBase
+from firetower.attach.llama.ggml import GgmlBase
 from firetower.core.errors import ConfigError, MissingExtraError, TraceError
 
 _ERROR_LEVEL, _CONTINUED = 4, 5

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from firetower.attach.llama_ggml import (
+from firetower.attach.llama.ggml import (
     FLOAT_TYPES,
     INTEGER_TYPES,
     VIEW_OPS,
@@ -20,8 +20,8 @@ from firetower.attach.llama_ggml import (
     summarise,
     widen,
 )
-from firetower.attach.llama_names import is_weight, strip
-from firetower.attach.llama_weights import Operand, WeightReader
+from firetower.attach.llama.names import is_weight, strip
+from firetower.attach.llama.weights import Operand, WeightReader
 from firetower.core.records import BadValue, Status, TensorSummary
 
 Role = Literal["weight", "state", "activation", "input"]

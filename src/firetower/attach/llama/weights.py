@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from firetower.attach.llama_ggml import (
+from firetower.attach.llama.ggml import (
     FLOAT_TYPES,
     Ggml,
     GgmlTensor,

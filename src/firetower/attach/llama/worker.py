@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from firetower.attach.llama import LlamaTrace, trace
-from firetower.attach.llama_runtime import LlamaOptions
+from firetower.attach.llama.runtime import LlamaOptions
 from firetower.core import errors
 from firetower.core.codec import dumps, fire_from_dict
 from firetower.core.errors import FiretowerError, TraceError
@@ -36,7 +36,7 @@ def trace_in_child(
     *,
     options: LlamaOptions | None = None,
     on_piece: Callable[[str], None] | None = None,
-    command: tuple[str, ...] = (sys.executable, "-m", "firetower.attach.llama_worker"),
+    command: tuple[str, ...] = (sys.executable, "-m", "firetower.attach.llama.worker"),
     **arguments: Any,
 ) -> LlamaTrace:
     """`firetower.attach.llama.trace`, in a process of its own.

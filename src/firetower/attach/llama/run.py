@@ -6,8 +6,8 @@ import codecs
 import time
 from collections.abc import Callable
 
-from firetower.attach.llama_runtime import LlamaContext, LlamaSession
-from firetower.attach.llama_sensor import EvalSensor, Step
+from firetower.attach.llama.runtime import LlamaContext, LlamaSession
+from firetower.attach.llama.sensor import EvalSensor, Step
 from firetower.core.records import Phase
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import platform
 
-from firetower.attach.llama_run import LlamaRun
-from firetower.attach.llama_runtime import LlamaSession
-from firetower.attach.llama_sensor import Burn, EvalSensor, signal_of
-from firetower.attach.llama_sources import Source
+from firetower.attach.llama.run import LlamaRun
+from firetower.attach.llama.runtime import LlamaSession
+from firetower.attach.llama.sensor import Burn, EvalSensor, signal_of
+from firetower.attach.llama.sources import Source
 from firetower.core.records import BurnedRow, Fire, Outcome, SignalReading, Status, new_fire_id, utc_now
 
 
