@@ -96,7 +96,7 @@ def test_list_is_a_table_newest_first(capsys, stored, fire):
     assert code == 0
     lines = out.splitlines()
     assert lines[3].split()[0] == fire.id
-    assert "nan at layer 12 down" in lines[3]
+    assert "NaN at layer 12 down" in lines[3]
     assert " 2 " in lines[3]
     assert "empty output" in lines[4]
     assert "\x1b" not in out
@@ -119,7 +119,7 @@ def test_show_says_what_is_in_it_and_what_is_not_without_content(capsys, stored,
     code, out, err = _run(capsys, "show", fire.id)
     assert code == 0
     for part in (
-        "Capture of nan first at layer 12 down (7fc00000 float32)",
+        "Capture of NaN first at layer 12 down (7fc00000 float32)",
         "2 times",
         "3 prompt tokens",
         "sampling max_new_tokens=8",
@@ -158,6 +158,7 @@ def test_verify_answers_with_its_exit_code(capsys, stored):
     (stored / "request.json").write_text("{}")
     code, out, _ = _run(capsys, "verify", stored)
     assert code == 3
+    assert ": 1 problem, " in out
     assert "request.json: has 2 bytes" in out
     code, out, _ = _run(capsys, "verify", stored, "--json")
     assert code == 3

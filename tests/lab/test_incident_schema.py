@@ -15,7 +15,11 @@ from firetower.lab.incident import incident_from_dict, read_incident
 from firetower.lab.incident.to_fires import incident_fires
 
 DATA = Path(__file__).parent / "data"
-FIRE: dict[str, Any] = {"id": "A", "first_layer": {"hit": 3, "miss": None}, "first_hit": {"bits": "7fffffff", "row": 2, "col": 5}}
+FIRE: dict[str, Any] = {
+    "id": "A",
+    "first_layer": {"hit": 3, "miss": None},
+    "first_hit": {"bits": "7fffffff", "row": 2, "col": 5},
+}
 
 
 def incident(**fields: Any) -> Any:
@@ -74,7 +78,9 @@ def test_the_type_of_a_short_pattern_is_named_in_the_key():
     assert read.bits == {"gpu_side": {"7e00 float16": 2}}
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", "nan", '"x"', "[" * 100_000], ids=["empty", "list", "cut", "nan", "str", "deep"])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", "nan", '"x"', "[" * 100_000], ids=["empty", "list", "cut", "nan", "str", "deep"]
+)
 def test_what_is_no_incident_file_is_refused(tmp_path, text):
     path = tmp_path / "i.json"
     path.write_text(text)

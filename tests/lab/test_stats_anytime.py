@@ -124,6 +124,7 @@ def test_the_watched_difference_leaves_out_zero_exactly_when_the_evidence_suffic
         assert excludes_zero == result.differs
 
 
+@pytest.mark.slow
 def test_the_watched_difference_covers_at_every_look():
     """d is excluded only where the product of both martingales at the true rates has reached 20."""
     runs, looks, p, q = 200, 50, 0.3, 0.1

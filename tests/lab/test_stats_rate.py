@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -59,12 +61,12 @@ def test_the_incident_comes_out_as_reported():
 
 @pytest.mark.parametrize("num_rounds", [1, 4])
 def test_rounds_until_a_fire_cover_at_every_rate(num_rounds):
-    extra = np.arange(0, 6000)
+    extra = np.arange(0, 4000)
     limits = [rounds_rate(fired(*[1] * (num_rounds - 1), 1 + int(x))) for x in extra]
     lower, upper = np.array([(x.lower, x.upper) for x in limits]).T
     for p in RATES:
         missed = nbinom.pmf(extra, num_rounds, p)[(p < lower) | (p > upper)].sum()
-        # what lies beyond 6,000 clean tries counts as missed
+        # what lies beyond 4,000 clean tries counts as missed
         assert missed + nbinom.sf(extra[-1], num_rounds, p) <= 0.05 + 1e-12, p
 
 
@@ -204,3 +206,15 @@ def test_shares_are_never_rounded_to_certainty(value, text):
 def test_words_for_counts_and_intervals():
     assert (count(1, "try"), count(1200, "try"), count(2, "clean try")) == ("1 try", "1,200 tries", "2 clean tries")
     assert (interval(0.033, 0.243), interval(-0.1, 0.2)) == (".033-.243", "-.100 to .200")
+
+
+def test_without_scipy_the_extra_is_named():
+    code = """
+import sys
+sys.modules["scipy"] = None  # makes every import of it fail, as where it is not installed
+from firetower.cli.main import main
+sys.exit(main(["stats", "4/34"]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "firetower: statistics needs an optional dependency: pip install 'firetower[lab]'\n"

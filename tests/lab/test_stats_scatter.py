@@ -77,7 +77,7 @@ def false_alarms(judge, sample, trials: int) -> float:
 @pytest.mark.parametrize("design", ["fixed", "until a fire", "capped"])
 def test_independent_tries_are_seldom_called_overdispersed(design, monkeypatch):
     monkeypatch.setattr("firetower.lab.stats.scatter.NUM_DRAWS", 999)
-    trials, p, size = 1000, 0.06, 8
+    trials, p, size = 600, 0.06, 8
 
     def fixed(rng):
         return [(int(k), 40) for k in rng.binomial(40, p, size)]

@@ -8,6 +8,10 @@ from typing import Any
 from firetower.capture.folder import ManifestFile, Seen
 from firetower.capture.records import Capture, Output, Redaction
 from firetower.capture.tensors import TensorEntry
+from firetower.core.records import Kind
+
+KIND_NAMES = {Kind.NAN: "NaN", Kind.POS_INF: "+Inf", Kind.NEG_INF: "-Inf"}
+"""Classes of bad values as people write them."""
 
 MAX_ROWS = 20
 
@@ -44,7 +48,7 @@ def _title(capture: Capture, digest: str, seen: Seen | None) -> Iterator[str]:
         yield f"Capture of {'an answer' if capture.findings else 'a request'} that no sensor saw from inside"
     else:
         first = fire.first
-        yield f"Capture of {first.kind} first at {fire.origin.name} ({first.bits_hex} {first.dtype})"
+        yield f"Capture of {KIND_NAMES[first.kind]} first at {fire.origin.name} ({first.bits_hex} {first.dtype})"
     yield f"  id       {capture.id}"
     yield f"  created  {capture.created_at}"
     yield f"  digest   {digest}"

@@ -140,7 +140,8 @@ def _verify(args: argparse.Namespace) -> int:
     else:
         for report in reports:
             num_bytes = sum(f.num_bytes for f in report.files)
-            state = "sound" if report.is_sound else f"{len(report.problems)} problems"
+            num_problems = len(report.problems)
+            state = "sound" if report.is_sound else f"{num_problems} problem{'s' * (num_problems != 1)}"
             print(f"{_visible(report.folder)}: {state}, {len(report.files)} files, {num_bytes:,} bytes")
             print(f"  digest {report.digest}")
             for problem in report.problems:
@@ -245,6 +246,7 @@ def _resolve(args: argparse.Namespace, name: str) -> Path:
 def _row(stored: StoredCapture) -> dict[str, Any]:
     """What a list says of one capture; one that does not read is listed with the reason."""
     from firetower.capture.folder import read_capture, read_seen
+    from firetower.capture.page import KIND_NAMES
     from firetower.core.errors import CaptureError
 
     row: dict[str, Any] = {"id": stored.id, "path": str(stored.path), "num_bytes": stored.num_bytes}
@@ -257,7 +259,7 @@ def _row(stored: StoredCapture) -> dict[str, Any]:
     kinds = ", ".join(sorted({str(f.get("kind")) for f in capture.findings}))
     return row | {
         "created_at": capture.created_at,
-        "what": f"{fire.first.kind} at {fire.origin.name}" if fire is not None else kinds or "request",
+        "what": f"{KIND_NAMES[fire.first.kind]} at {fire.origin.name}" if fire is not None else kinds or "request",
         "count": 1 if seen is None else seen.count,
         "kind": capture.request.kind,
         "num_prompt_tokens": capture.num_prompt_tokens,

@@ -78,6 +78,7 @@ class Verdict:
         retriable: whether sending the same request again can help.
         ignition: what made the first bad value, where that is known.
         persistence: what keeps it alive after the request, or that nothing does.
+        aftermath: what handled the bad value badly afterwards (a sampler that made a token of it), if anything.
         not_testable: parts of the evidence that could not be had, each ``part: why``.
         undecided_between: ``FAMILY/DETAIL``, or a family alone, of the causes left over; empty when decided.
     """
@@ -96,6 +97,7 @@ class Verdict:
     retriable: Retriable = "unknown"
     ignition: str = ""
     persistence: str = ""
+    aftermath: str = ""
     not_testable: tuple[str, ...] = ()
     undecided_between: tuple[str, ...] = ()
 

@@ -115,8 +115,12 @@ class _Seen:
 
     def first_bad_op(self) -> Op | None:
         """The op where it began, None where no value is bad."""
-        ran = self._recording.first_bad
+        ran = self._first_bad
         return None if ran is None else self._recording.op(ran)
+
+    @property
+    def _first_bad(self) -> Any:
+        return self._recording.first_bad_in(self._case.real_rows)
 
     def weights(self) -> Sequence[Weight]:
         """Every parameter as it is, with its hash at the time when the case was built."""
@@ -139,7 +143,7 @@ class _Seen:
 
         if what == "outputs":
             return None if self._case.right is None else arrays_of(self._right)
-        ran = self._recording.first_bad
+        ran = self._first_bad
         if ran is None:
             return None
         return arrays_of(again(ran, WIDE[dtype], chain=what == "chain"))
@@ -168,7 +172,7 @@ class _Seen:
         if request.switch in self._case.switches:
             with torch.no_grad():
                 return Outcome(outputs=arrays_of(self._case.switches[request.switch](request.number)))
-        ran = self._recording.first_bad
+        ran = self._first_bad
         return None if ran is None else Outcome(outputs=arrays_of(zero_inputs(ran)))
 
 

@@ -251,6 +251,24 @@ def _as_at_load(w: Any) -> Any:
 WEIGHTS_AS_AT_LOAD = _change_part("weights", "weights-vs-load", _as_at_load)
 
 
+def _weight_finite(subject: Evidence) -> Evidence:
+    """Every weight is finite, wherever it is looked at."""
+
+    def tame(a: Array) -> Array:
+        return _with_values(a, np.nan_to_num(a.values, posinf=0.0, neginf=0.0)) if _is_float(a) else a
+
+    def sound(w: Any) -> Any:
+        return dataclasses.replace(w, now=None if w.now is None else tame(w.now))
+
+    found = tuple(sound(w) for w in subject.weights()) if subject.weights is not None else None
+    op = subject.first_bad_op() if subject.first_bad_op is not None else None
+    op = _each_op(op, lambda o: _map_arrays(o, tame, ("weights",)))
+    return dataclasses.replace(subject, weights=always(found), first_bad_op=always(op))
+
+
+WEIGHT_FINITE = Refuter(test="weights-sound", flip=_weight_finite)
+
+
 def _not_zero(w: Any) -> Any:
     if w.now is None or w.now.values.any():
         return w

@@ -77,6 +77,7 @@ class Case:
         parts: parts of the lab's `Subject` as values or functions; see `evidence.subject_of` for the others.
         kernels: module path -> name of the op that this module is; what it does inside is nobody's to see.
         right: what the call should have returned, computed afresh.
+        real_rows: bool [rows]; False rows are pads, which may hold anything as long as no real row does.
     """
 
     model: nn.Module
@@ -90,6 +91,7 @@ class Case:
     parts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     kernels: Mapping[str, str] = dataclasses.field(default_factory=dict)
     right: Callable[[], Any] | None = None
+    real_rows: Any = None
 
     def call(self, number: int = 0) -> Any:
         """Run the request once, without gradients."""

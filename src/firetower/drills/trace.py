@@ -75,7 +75,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._makers: dict[int, Ran] = {}
         self._kept: list[Tensor] = []  # a freed storage's address must not come back as another tensor's
         self._path: list[str] = []
-        self._inside: list[tuple[str, int, list[Operand], tuple[Any, ...]]] = []
+        self._inside: list[tuple[str, int, list[Operand], tuple[Any, Any]]] = []
         self._hooks: list[Any] = []
         self._model, self._kernels = model, kernels
 
@@ -102,6 +102,12 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # a module that counts as one op stands for those inside of it
         return next((r for r in self.ran if r.first <= event.index <= r.last), None)
 
+    def first_bad_in(self, real_rows: Tensor | None) -> Ran | None:
+        """The op where the first bad value of a real row began, when pads may hold anything."""
+        if real_rows is None:
+            return self.first_bad
+        return next((r for r in self.ran if any(_is_bad(x, real_rows) for x in r.outputs)), None)
+
     def _begin(self, path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             self._path.append(path)
@@ -113,7 +119,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
                         Operand(f"{path}.{n}".strip("."), p.detach(), f"{path}.{n}".strip("."), None)
                         for n, p in module.named_parameters()
                     ]
-                    self._inside.append((path, self.sensed.num_ops, operands, args))
+                    self._inside.append((path, self.sensed.num_ops, operands, (args, kwargs)))
 
         return hook
 
@@ -247,7 +253,7 @@ def _op_again(func: Any, args: Any, kwargs: Any, operands: dict[int, Operand]) -
     return run
 
 
-def _module_again(module: nn.Module, args: tuple[Any, ...], operands: list[Operand]) -> Any:
+def _module_again(module: nn.Module, given: tuple[Any, Any], operands: list[Operand]) -> Any:
     """The module's own forward, as its class has it, whatever stands in its place in this instance."""
 
     def run(value_of: Callable[[Operand], Tensor], dtype: torch.dtype | None) -> list[Tensor]:
@@ -262,7 +268,8 @@ def _module_again(module: nn.Module, args: tuple[Any, ...], operands: list[Opera
             return value.to(dtype) if dtype and value.is_floating_point() else value
 
         with torch.no_grad():
-            out = type(module).forward(wide, *tree_map(fill, args))
+            filled, named = tree_map(fill, given)
+            out = type(module).forward(wide, *filled, **named)
         return [x for x in tree_leaves(out) if isinstance(x, Tensor)]
 
     return run
@@ -284,7 +291,16 @@ def _to_op(ran: Ran, back: int, on: int, history: tuple[float, ...] = ()) -> Op:
 
 
 def _arrays(operands: Iterator[Operand]) -> Iterator[Array]:
-    return (to_array(o.name, o.value) for o in operands)
+    # an empty tensor, such as a cache that starts, has no rows to look at
+    return (to_array(o.name, o.value) for o in operands if o.value.numel())
+
+
+def _is_bad(x: Tensor, real_rows: Tensor) -> bool:
+    if not x.is_floating_point() or not x.numel():
+        return False
+    rows = x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)
+    rows = rows[real_rows] if len(rows) == len(real_rows) else rows
+    return bool((rows.isnan() | rows.isposinf()).any())
 
 
 def _storage(x: Tensor) -> int:

@@ -26,6 +26,9 @@ NUM_REPLAYS = 40
 MAX_RIVALS = 8
 MAX_OPEN = 6
 
+NOTHING_SEEN = "NOTHING_SEEN"
+"""Detail of an undecided verdict on a subject that showed nothing wrong."""
+
 
 def diagnose(subject: Subject, *, steps: Sequence[Step] = STEPS, num_replays: int = NUM_REPLAYS) -> Verdict:
     """Say what is to blame for what a subject shows, as far as its evidence goes.
@@ -89,6 +92,12 @@ class _Case:
         if not found:
             self.not_run.setdefault(step.name, "gave no answer")
 
+    def came_back_clean(self) -> bool:
+        """Whether there was a run, nothing is wrong with it, and nothing speaks for any cause."""
+        if not self.look.has("run") or self.open() or self.look.part("first_bad_op") is not None:
+            return False
+        return self.look.outcome() is not None and not self.look.is_wrong(self.look.outcome())
+
     def shown(self) -> list[Cause]:
         """Causes that are shown, upstream first."""
         return [c for c in CAUSES if c.standing(self.facts) == "shown"]
@@ -140,11 +149,14 @@ def _decided(case: _Case) -> Verdict:
         retriable=detail.retriable,
         ignition=_ignition(case, first, shown),
         persistence=_persistence(case, shown),
+        aftermath=next((f"{c.key}: {DETAILS[c.key].title}" for c in shown if DETAILS[c.key].role == "aftermath"), ""),
         not_testable=_not_testable(case),
     )
 
 
 def _undecided(case: _Case) -> Verdict:
+    if case.came_back_clean():
+        return _clean(case)
     left = case.left_over()[:MAX_OPEN]
     step = next((s for c in left if (s := case.step_for(c)) is not None), None)
     if step is None:
@@ -165,6 +177,25 @@ def _undecided(case: _Case) -> Verdict:
         persistence=_persistence(case, []),
         not_testable=_not_testable(case),
         undecided_between=tuple(names),
+    )
+
+
+def _clean(case: _Case) -> Verdict:
+    """Nothing wrong was seen: that is a finding too, and no acquittal."""
+    return Verdict(
+        family=UNDECIDED,
+        detail=NOTHING_SEEN,
+        decided=False,
+        statement=(
+            "Nothing wrong was seen: the run came back clean and no test found a cause. If it burned before, "
+            "state, ordering or memory layout differed; replay it many times"
+        ),
+        evidence=_evidence(case),
+        next_test="replays",
+        next_command=next(s.command for s in STEPS if s.name == "replays"),
+        ignition="not seen",
+        persistence=_persistence(case, []),
+        not_testable=_not_testable(case),
     )
 
 
@@ -267,6 +298,7 @@ def explain(verdict: Verdict) -> Iterator[str]:
         ("scope", f"{verdict.scope}; retriable: {verdict.retriable}" if verdict.decided else ""),
         ("ignition", verdict.ignition),
         ("persistence", verdict.persistence),
+        ("aftermath", verdict.aftermath),
     ):
         if text:
             yield f"  {name:11} {text}"

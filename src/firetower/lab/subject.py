@@ -508,6 +508,14 @@ class HasSampler(Protocol):
         ...
 
 
+class HasLaunderers(Protocol):
+    """``launderers``: what made a bad value disappear."""
+
+    def launderers(self) -> Sequence[str] | None:
+        """Ops, in words, that a bad value went into and did not come out of."""
+        ...
+
+
 class HasCollectives(Protocol):
     """``collectives``: parts and results."""
 
@@ -527,6 +535,6 @@ class HasLaws(Protocol):
 PARTS: tuple[str, ...] = (
     "fire", "run", "switches", "reset", "weights", "states", "recompute_rows", "valid_rows", "slots",
     "routed_rows", "events", "first_bad_op", "reference", "quantised", "splits", "recurrences", "positions",
-    "sampled", "collectives", "laws", "clean_twin_bit_stable",
+    "sampled", "launderers", "collectives", "laws", "clean_twin_bit_stable",
 )  # fmt: skip
 """Every part by name, for error messages and for "not testable"."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,8 @@ from firetower.drills.spec import Case, Drill, Host, Variant
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from firetower.drills.truth import Site
 
 _PARAMETERS = {
     "input": "model.embed_tokens.weight",
@@ -31,7 +34,7 @@ _PARAMETERS = {
 _MODULES = {
     "swiglu": "{layer}.mlp.shared_expert.act_fn",
     "shared": "{layer}.mlp.shared_expert",
-    "output": "{layer}",
+    "output": "{layer}.mlp",
 }
 """Stages that no parameter of their own feeds: the module whose result is written wrong."""
 
@@ -63,14 +66,40 @@ def _variant(stage: str, seed: int) -> Variant:
             name = _PARAMETERS[stage].format(layer=f"model.layers.{layer}")
             _element(model.get_parameter(name).data, stage, ids, pick).fill_(number)
         else:
-            module = model.get_submodule(_MODULES[stage].format(layer=f"model.layers.{layer}"))
-            _write_wrong(module, pick.randrange(ids.numel()), pick.randrange(64), number)
+            path = _MODULES[stage].format(layer=f"model.layers.{layer}")
+            return _kernel_case(model, ids, path, pick, number, site(model, stage, layer), fault)
         case = Case(model=model, args=(ids,))
         where = site(model, stage, None if stage == "logits" else layer)
         return with_truth(case, where) if fault else case
 
     name = stage if stage == "logits" else f"layer{layer}-{stage}"
-    return Variant(id=f"{name}-{value}", host=host, level="layers", build=build)
+    written_wrong = {"verdict": "P/KERNEL_WRONG", "refuter": refuters.OTHER_BACKEND} if stage in _MODULES else {}
+    return Variant(id=f"{name}-{value}", host=host, level="layers", build=build, **written_wrong)
+
+
+def _kernel_case(
+    model: Any, ids: Tensor, path: str, rng: Random, number: float, where: Site, fault: bool
+) -> Case:
+    """The module is a kernel that writes one element wrong; another backend for it writes it right."""
+    from firetower.drills.placing import alike, replace_forward
+    from firetower.drills.truth import with_truth
+    from firetower.lab.subject import Switch
+
+    module = model.get_submodule(path)
+    model.set_experts_implementation("eager")  # runs in float64 too
+    broken = _write_wrong(module, rng.randrange(ids.numel()), rng.randrange(64), number)
+    case = Case(model=model, args=(ids,), kernels={path: path.rpartition(".")[2]})
+
+    def other_backend(_: int) -> Any:
+        replace_forward(module, type(module).forward.__get__(module))
+        try:
+            return case.call()
+        finally:
+            replace_forward(module, broken)
+
+    same = alike(case.call, Switch.EAGER, Switch.FILL_A, Switch.FILL_B)
+    case = dataclasses.replace(case, switches={**same, Switch.OTHER_BACKEND: other_backend})
+    return with_truth(case, where) if fault else case
 
 
 def _element(parameter: Tensor, stage: str, ids: Tensor, rng: Random) -> Tensor:
@@ -82,7 +111,7 @@ def _element(parameter: Tensor, stage: str, ids: Tensor, rng: Random) -> Tensor:
     return parameter[(*every, *(rng.randrange(n) for n in parameter.shape[len(every) :]))]
 
 
-def _write_wrong(module: Any, token: int, column: int, number: float) -> None:
+def _write_wrong(module: Any, token: int, column: int, number: float) -> Any:
     from firetower.drills.placing import replace_forward
 
     native = module.forward
@@ -94,6 +123,7 @@ def _write_wrong(module: Any, token: int, column: int, number: float) -> None:
         return output
 
     replace_forward(module, forward)
+    return forward
 
 
 DRILL = Drill(

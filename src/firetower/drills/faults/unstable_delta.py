@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,8 @@ from firetower.drills.spec import Case, Drill, Origin, Variant
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from firetower.lab.subject import Recurrence
 
 
 def _variants(seed: int) -> list[Variant]:
@@ -29,10 +32,38 @@ def _pure(seed: int, dtype: str) -> Variant:
 
         k, v = torch.randn(2, tokens, 16, generator=generator(seed)).to(DTYPES[dtype])
         k = k[:1].expand(tokens, -1) * (11.5**0.5 / k[:1].float().norm()).to(k.dtype)
-        case = Case(model=DeltaRule(norm_keys=not fault), args=(k.contiguous(), v))
-        return Case(model=case.model, args=case.args, expected=_first_overflow(*case.args) if fault else None)
+        k = k.contiguous()
+        used = k if fault else k / torch.linalg.vector_norm(k, dim=-1, keepdim=True)
+        return Case(
+            model=DeltaRule(norm_keys=not fault),
+            args=(k, v),
+            expected=_first_overflow(k, v) if fault else None,
+            parts={"recurrences": (_recurrence("the head", used, torch.ones(tokens), v),)},
+        )
 
     return Variant(id=f"recurrence-{tokens}tokens-{dtype}", host="pure", level="ops", build=build)
+
+
+def _recurrence(name: str, k: Tensor, beta: Tensor, v: Tensor, log_decay: Tensor | None = None) -> Recurrence:
+    """Keys [T, D], beta [T] and values [T, D] as used, and the state's largest value after each token."""
+    import torch
+
+    from firetower.drills.arrays import to_array
+    from firetower.lab.subject import Recurrence
+
+    state, seen = torch.zeros(k.shape[-1], v.shape[-1], dtype=k.dtype), []
+    decay = torch.ones(len(k)) if log_decay is None else log_decay.exp()
+    for k_t, v_t, b, d in zip(k, v, beta.to(k.dtype), decay.to(k.dtype), strict=True):
+        state = state * d
+        state = state + torch.outer(k_t, b * (v_t - k_t @ state))
+        seen.append(state.abs().amax().float())
+    return Recurrence(
+        name=name,
+        state_dtype=str(k.dtype).removeprefix("torch."),
+        keys=to_array("keys", k),
+        beta=to_array("beta", beta),
+        state_absmax=to_array("absmax", torch.stack(seen)),
+    )
 
 
 def _first_overflow(k: Tensor, v: Tensor) -> Origin:
@@ -67,9 +98,13 @@ def _host(seed: int, layer: int) -> Variant:
         model = load("qwen35moe", "fp32", seed)
         mixer = model.model.layers[layer].linear_attn
         mixer.A_log.data.fill_(-30.0)  # never forgets
-        mixer.in_proj_b.weight.data.mul_(0.0)  # beta is 1/2
-        replace_chunk_rule(mixer, _Recurrence(norm_keys=not fault))
+        mixer.in_proj_b.weight.data.mul_(1e-3)  # beta is 1/2
+        rule = _Recurrence(norm_keys=not fault)
+        replace_chunk_rule(mixer, rule)
         case = Case(model=model, args=(prompt(model, Random(seed), tokens),))
+        case.call()
+        heads = tuple(_recurrence(f"layer {layer} head {i}", *rule.head(i)) for i in range(4))
+        case = dataclasses.replace(case, parts={"recurrences": heads})
         return with_truth(case, site(model, "recurrent_state", layer)) if fault else case
 
     return Variant(id=f"layer{layer}-{tokens}tokens", host="qwen35moe", level="layers", build=build)
@@ -80,6 +115,11 @@ class _Recurrence:
 
     def __init__(self, *, norm_keys: bool) -> None:
         self.norm_keys = norm_keys
+        self.used: tuple[Tensor, ...] = ()
+
+    def head(self, i: int) -> tuple[Tensor, ...]:
+        """Keys, beta, values and log decay of one head of the first sequence."""
+        return tuple(x[0, :, i] for x in self.used)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **_: Any) -> Any:
         """q, k [B, T, Hk, D]; v [B, T, H, D]; g, beta [B, T, H] -> out [B, T, H, D], state [B, H, D, D]."""
@@ -89,6 +129,7 @@ class _Recurrence:
         repeat = value.shape[2] // key.shape[2]
         q, k = (F.normalize(x, dim=-1).repeat_interleave(repeat, 2) for x in (query, key))
         k = k if self.norm_keys else 8.0 * k
+        self.used = tuple(x.detach().clone() for x in (k, beta, value, g))
         state = value.new_zeros(value.shape[0], value.shape[2], k.shape[-1], value.shape[-1])
         outputs = []
         for t in range(value.shape[1]):

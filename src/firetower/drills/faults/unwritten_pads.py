@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,9 @@ from firetower.drills import refuters
 from firetower.drills.spec import Case, Drill, Host, Origin, Variant
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
+
+    from firetower.lab.subject import Rows, Switch
 
 _PLACES = {
     "gate": "{decoder}.self_attn.o_proj",
@@ -50,7 +53,14 @@ def _pure(seed: int, dtype: str) -> Variant:
         origin = Origin(
             module="", op="aten.abs.default", row=tokens, column=0, kind=Kind.NAN, bad_weight=True
         )
-        return Case(model=module, args=(x,), expected=origin if fault else None)
+        is_real = torch.arange(tokens + pads) < tokens
+        return Case(
+            model=module,
+            args=(x,),
+            expected=origin if fault else None,
+            switches=_fills(scratch, ~is_real, lambda: module(x)),
+            parts={"valid_rows": (_rows("the bucket's workspace", is_real, read_pads=fault),)},
+        )
 
     id = f"bucket-{tokens}of{tokens + pads}x{width}-{dtype}"
     return Variant(id=id, host="pure", level="ops", build=build)
@@ -76,31 +86,77 @@ def _host(host: Host, seed: int, stage: str) -> Variant:
         where = site(model, stage, layer)
         mlp = where.module.rpartition(".")[0]
         dirty = _PLACES[stage].format(decoder=f"model.layers.{layer}", mlp=mlp)
-        _leave_pads_unwritten(model.get_submodule(dirty), mask)
-        _quantise(model.get_submodule(where.module), mask, over_pads=fault)
-        case = Case(model=model, args=(ids.masked_fill(~mask, 0),), kwargs={"attention_mask": mask.long()})
+        is_real = mask.flatten()
+        workspace = _leave_pads_unwritten(model.get_submodule(dirty), is_real)
+        _quantise(model.get_submodule(where.module), is_real, over_pads=fault)
+        args, kwargs = (ids.masked_fill(~mask, 0),), {"attention_mask": mask.long()}
+
+        def serve(_: int = 0) -> Tensor:
+            logits: Tensor = model(*args, **kwargs).logits[mask]  # pads get no answer
+            return logits
+
+        case = Case(
+            model=model,
+            args=args,
+            kwargs=kwargs,
+            serve=serve,
+            switches=_fills(workspace, ~is_real, serve),
+            parts={"valid_rows": (_rows("the workspace", is_real, read_pads=fault),)},
+            real_rows=is_real,
+        )
         return with_truth(case, where, row_mask=mask, pad_before_real=True) if fault else case
 
     name = f"lengths{'-'.join(map(str, lengths))}-{stage}"
     return Variant(id=name, host=host, level="layers", build=build)
 
 
-def _leave_pads_unwritten(projection: nn.Module, mask: Tensor) -> None:
-    """Only real rows are written; the others hold what was in memory. The twin is as dirty."""
+def _rows(name: str, is_real: Tensor, *, read_pads: bool) -> Rows:
+    from firetower.lab.subject import Rows
+
+    valid = tuple(is_real.tolist())
+    return Rows(
+        name=name,
+        step=1,
+        is_valid=valid,
+        written_at=tuple(1 if v else None for v in valid),
+        is_read=() if read_pads else valid,
+    )
+
+
+def _fills(memory: Tensor, is_pad: Tensor, run: Callable[[], Any]) -> dict[Switch, Callable[[int], Any]]:
+    """Runs with the pads of a memory [rows, ...] filled; afterwards it is as dirty as before."""
+    from firetower.lab.subject import FILLS
+
+    def filled(value: float) -> Any:
+        dirt = memory[is_pad].clone()
+        memory[is_pad] = value
+        try:
+            return run()
+        finally:
+            memory[is_pad] = dirt
+
+    return {switch: lambda _, value=value: filled(value) for switch, value in FILLS.items()}
+
+
+def _leave_pads_unwritten(projection: Any, is_real: Tensor) -> Tensor:
+    """Only real rows are written; the others hold what was in memory, [rows, out]. The twin is as dirty."""
     import torch
 
     from firetower.drills.placing import replace_forward
 
     native = projection.forward
+    workspace = torch.full((len(is_real), projection.out_features), float("nan"))
 
     def forward(x: Tensor) -> Tensor:
         y: Tensor = native(x)
-        return torch.where(mask.reshape(*y.shape[:-1], 1), y, float("nan"))
+        workspace[is_real] = y.flatten(0, -2)[is_real]
+        return workspace.reshape(y.shape)
 
     replace_forward(projection, forward)
+    return workspace
 
 
-def _quantise(projection: Any, mask: Tensor, *, over_pads: bool) -> None:
+def _quantise(projection: Any, is_real: Tensor, *, over_pads: bool) -> None:
     """int8 activations with one scale for the tensor, over all rows or over the real ones."""
     import torch
     import torch.nn.functional as F
@@ -108,7 +164,7 @@ def _quantise(projection: Any, mask: Tensor, *, over_pads: bool) -> None:
     from firetower.drills.placing import replace_forward
 
     def forward(x: Tensor) -> Tensor:
-        rows = x if over_pads else x[mask.reshape(x.shape[:-1])]
+        rows = x.flatten(0, -2) if over_pads else x.flatten(0, -2)[is_real]
         scale = rows.abs().amax() / 127
         return F.linear(torch.round(x / scale) * scale, projection.weight)
 

@@ -117,6 +117,7 @@ CAUSES: tuple[Cause, ...] = (
     _cause("I/DECAY_GATE_INF_TIMES_0", "exp_of_weight inf_meets_zero", against=("weight_changed",)),
     _cause("I/EXP_BEFORE_MASK", "inf_only_where_masked", "exp_of_weight"),
     _cause("I/DELTA_RULE_UNSTABLE", "gain_over_two state_grows"),
+    _cause("I/DELTA_RULE_UNSTABLE", "gain_over_two grows_with_time"),
     _cause("I/STATE_PRECISION", "decay_rounds_to_one", "state_grows",
            against=("state_left_over", "state_position_wrong", "rows_swapped")),
     _cause("G/EMPTY_SPLIT_MERGE", "empty_split"),
@@ -150,5 +151,6 @@ CAUSES: tuple[Cause, ...] = (
            against=UPSTREAM),
     _cause("N/EMPTY_MASK", "mask_is_empty logits_finite"),
     _cause("N/NAN_LAUNDERED", "nan_row_sampled"),
+    _cause("N/NAN_LAUNDERED", "value_laundered"),
 )  # fmt: skip
 """Every rule, furthest upstream first; a detail may have several."""

@@ -1,4 +1,4 @@
-"""The rows that were sampled: logits, mask, token."""
+"""The rows that were sampled, logits, mask and token; and bad values that disappeared."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ def _rows(look: Look) -> Iterator[Fact]:
     yield fact(
         "logits_finite",
         not burned,
-        "the logits are finite before the mask"
-        if not burned
-        else f"row {burned[0].row} has {kinds(burned[0].logits)}",
+        "the logits are finite before the mask" if not burned else f"row {burned[0].row} has {kinds(burned[0].logits)}",
     )
     masked = [s for s in rows if s.allowed is not None and not s.allowed.values.any()]
     text = (
@@ -43,7 +41,24 @@ def _only_banned(s: Sampled) -> bool:
     return not (np.isnan(x).any() or np.isposinf(x).any()) and bool(np.isfinite(x).any())
 
 
+def _launderers(look: Look) -> Iterator[Fact]:
+    found: Sequence[str] = look.part("launderers")
+    served = look.outcome() if look.has("run") else None
+    hidden = served is not None and bool(served.outputs) and not any(num_nonfinite(a) for a in served.outputs)
+    text = f"what is returned is finite: {found[0]}" if found else "no bad value disappeared"
+    yield fact("value_laundered", bool(found) and hidden, text)
+
+
 STEPS = (
+    Step(
+        name="launderers",
+        title="did a bad value disappear before the end?",
+        cost=Cost.READ,
+        needs=("launderers",),
+        facts=("value_laundered",),
+        command="firetower.investigate(model, **inputs)",
+        run=_launderers,
+    ),
     Step(
         name="sampler-row",
         title="was a non-finite row, or an empty mask, turned into a token?",

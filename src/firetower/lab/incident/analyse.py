@@ -176,7 +176,7 @@ def _bits(case: Case) -> Iterator[BitsLine]:
 def _line(s: Sighting) -> FireLine:
     parts = [
         s.origin or "not traced",
-        f"bits {read_bits(s.bits, s.dtype).bits_hex} {s.dtype}" if s.bits is not None and s.kind else "",
+        f"bits {s.bits_hex} {s.dtype}" if s.bits is not None else "",
         f"position {s.position:,}" if s.position is not None else "",
         f"try {s.try_number}" if s.try_number is not None else s.at,
         s.build,

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from firetower.core.errors import RecordError
-from firetower.core.records import Fire, Kind, Phase
+from firetower.core.records import DTYPE_BITS, Fire, Kind, Phase
 from firetower.core.verdict import Verdict
 from firetower.fires.handin import UNKNOWN_STEP
 from firetower.fires.page import arithmetic_of
@@ -64,6 +64,11 @@ class Sighting:
     def is_traced(self) -> bool:
         """Whether the first bad signal is known."""
         return bool(self.stage)
+
+    @property
+    def bits_hex(self) -> str:
+        """The bits in hexadecimal, in the width of the type; of a type that is not known, 32 bits."""
+        return "" if self.bits is None else f"{self.bits:0{DTYPE_BITS.get(self.dtype, 32) // 4}x}"
 
     @property
     def origin(self) -> str:

@@ -150,9 +150,7 @@ class Client:
                 with contextlib.suppress(OSError):
                     connection.sock.shutdown(socket.SHUT_RDWR)
 
-    def _once(
-        self, request: ReplayRequest, path: str, started: float, deadline: float
-    ) -> tuple[Result, float | None]:
+    def _once(self, request: ReplayRequest, path: str, started: float, deadline: float) -> tuple[Result, float | None]:
         """(result, seconds to wait where the server is busy)."""
         has_begun = False
         try:

@@ -47,7 +47,7 @@ class FunctionRunner:
             found: Any = importlib.import_module(module_name)
             for part in path.split("."):
                 found = getattr(found, part)
-        except Exception as e:  # noqa: BLE001 - anything may go wrong in the user's module; it is named
+        except Exception as e:  # anything may go wrong in the user's module; it is named
             raise ReplayError(f"target={name}: cannot be imported: {type(e).__name__}: {e}") from e
         if not callable(found):
             raise ReplayError(f"target={name}: is a {type(found).__name__}, must be callable")

@@ -48,7 +48,7 @@ class ModelRunner:
         try:
             with _quiet(transformers):
                 self._model, self._tokenizer = _load(spec, torch, transformers)
-        except Exception as e:  # noqa: BLE001 - many libraries may fail on a folder that is no model; the reason is shown
+        except Exception as e:  # many libraries may fail on a folder that is no model; the reason is shown
             raise ReplayError(f"target={spec.text}: cannot be loaded: {type(e).__name__}: {e}") from e
         store: Any = False if spec.store == "" else spec.store
         self._watch = attach(self._model, level=spec.level, on_fire="raise", store=store)  # type: ignore[arg-type]
@@ -79,9 +79,7 @@ class ModelRunner:
             return lost(type(e).__name__, seconds=time.monotonic() - started, message=str(e)[:400])
         if self._watch.failures:
             return lost("the watch failed", seconds=time.monotonic() - started, message=self._watch.last_failure or "")
-        return Result(
-            end=TryEnd.CLEAN, seconds=time.monotonic() - started, num_tokens=int(output.shape[1]) - length
-        )
+        return Result(end=TryEnd.CLEAN, seconds=time.monotonic() - started, num_tokens=int(output.shape[1]) - length)
 
     def close(self) -> None:
         """Take the watch off; its fires are written."""
@@ -158,9 +156,7 @@ def _load(spec: TargetSpec, torch: Any, transformers: Any) -> tuple[Any, Any]:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            **source, local_files_only=True, trust_remote_code=False
-        )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(**source, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError):
         tokenizer = None  # token ids of the capture do without
     return model.to(device).eval(), tokenizer

@@ -43,6 +43,11 @@ class Place(Protocol):
     capacity: int
     can_restart: bool
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether the process died, so that only `restart` brings it back."""
+        ...
+
     def start(self) -> None:
         """Make sure that it runs.
 
@@ -100,6 +105,11 @@ class ServerPlace:
         self._wait_s = restart_wait_s
         self._stopped = threading.Event()
 
+    @property
+    def is_gone(self) -> bool:
+        """Never: others may bring it back."""
+        return False
+
     def start(self) -> None:
         """Nothing: it runs, or the canary will say that it does not."""
 
@@ -156,6 +166,11 @@ class LocalPlace:
         self._spec = spec
         self._runner: Runner | None = None
 
+    @property
+    def is_gone(self) -> bool:
+        """Never, as long as anybody can ask."""
+        return False
+
     def start(self) -> None:
         """Load the model or import the callable, once."""
         if self._runner is None:
@@ -200,12 +215,17 @@ class ChildPlace:
         self._talk: IO[bytes] | None = None
         self._is_aborted = False
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether there is no child, or it died."""
+        return self._child is None or self._child.poll() is not None
+
     def start(self) -> None:
         """Start the child and wait until the target is loaded."""
-        if self._child is not None and self._child.poll() is None:
+        if not self.is_gone:
             return
         self.close()
-        self._talk = tempfile.TemporaryFile()
+        self._talk = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the child
         self._child = subprocess.Popen(
             (sys.executable, "-m", "firetower.lab.replay.worker"),
             stdin=subprocess.PIPE,
@@ -229,7 +249,7 @@ class ChildPlace:
     def run(self, request: ReplayRequest) -> Result:
         """Make one try; a child that dies or takes too long loses it and stays dead until it is restarted."""
         started = time.monotonic()
-        if self._child is None or self._child.poll() is not None:
+        if self.is_gone:
             return lost("the worker is not running")
         answer = self._ask(dumps(request), request.timeout_s)
         seconds = time.monotonic() - started

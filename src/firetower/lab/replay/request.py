@@ -91,7 +91,7 @@ class RequestMaker:
         self.num_images = 0
         self._capture = capture
         self._seed_mode, self._seed = seed_mode, seed
-        self._times = {"timeout_s": timeout_s, "idle_s": idle_s}
+        self._timeout_s, self._idle_s = timeout_s, idle_s
         self._body = self._edited(edits)
         has_prompt = "messages" in self._body or "prompt" in self._body or capture.prompt_token_ids
         if not has_prompt:
@@ -125,7 +125,8 @@ class RequestMaker:
             path=self._capture.request.path,
             prompt_token_ids=self._capture.prompt_token_ids if has_same_prompt else None,
             seed=seed,
-            **self._times,
+            timeout_s=self._timeout_s,
+            idle_s=self._idle_s,
         )
 
     def _edited(self, edits: Edits) -> dict[str, Any]:

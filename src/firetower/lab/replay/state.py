@@ -4,8 +4,8 @@ A pure fold over the journal, so that a campaign which goes on after a kill know
 killed would. Rules:
 
 * After a fire or a lost try, its process is *in question*: what ends there afterwards is held back. The next
-  canary decides: well, and they count; burned or silent, and they are set aside as dependent. Whether a try counts never
-  hangs on its own outcome.
+  canary decides: well, and they count; burned or silent, and they are set aside as dependent. Whether a try counts
+  never hangs on its own outcome.
 * A number counts once. What was set aside or lost is made again under the same number, until it counts or
   was lost ``max_attempts`` times.
 """

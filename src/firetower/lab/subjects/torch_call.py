@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from firetower.attach.state import CallState
+from firetower.attach.state_tensors import TensorState
 from firetower.core.errors import SubjectError
 from firetower.core.records import Fire
 from firetower.lab.subject import FILLS, PARTS, Array, Op, Outcome, Request, Rows, Switch, Weight, hash_of
@@ -74,7 +75,13 @@ class TorchSubject:
         self._call = lambda: fn(*args, **(kwargs or {}))
         named = {**{str(i): a for i, a in enumerate(args)}, **(kwargs or {})}
         self._state = CallState(fn, named)
-        self._model = model or (self._state.modules[0] if len(self._state.modules) == 1 else None)
+        self._model = model if model is not None else _model_of(fn, self._state)
+        self._tensors = TensorState()
+        if self._model is not None and self._model not in self._state.modules:
+            # a model that the call does not show, or whose class the walk passes over
+            for path, x in (*self._model.named_parameters(), *self._model.named_buffers()):
+                self._tensors.add(x, path)
+            self._tensors.take()
         self._switches = dict(switches or {})
         self._loaded = _kept(at_load if at_load is not None else self._parameters())
         self._inputs = named
@@ -89,6 +96,8 @@ class TorchSubject:
     def reset(self) -> None:
         """Put the call's state, and the random streams, back."""
         self._state.restore()
+        if changed := self._tensors.restore():
+            raise SubjectError(f"{changed[0]}: changed by the run and too large to be kept; run it on a smaller model")
 
     def switches(self) -> Sequence[Switch]:
         """Those built in, and those given."""
@@ -144,6 +153,12 @@ class TorchSubject:
         where = error if event is None else f"{event.module} {event.op}"
         kind = "" if event is None else str(event.first.kind)
         return Outcome(outputs=outputs, origin=where, kind=kind, is_wrong=True), event
+
+    def launderers(self) -> Sequence[str]:
+        """The ops that a bad value went into and did not come out of."""
+        self._ensure_served()
+        assert self._trace is not None
+        return tuple(str(e) for e in self._trace.laundered)
 
     @contextlib.contextmanager
     def _context(self, switch: Switch | None) -> Iterator[None]:
@@ -257,6 +272,13 @@ class TorchSubject:
         self._ensure_served()
         found = self._around().with_zero_inputs() if self._has_records() else None
         return None if found is None else Outcome(outputs=(as_array("output", found),))
+
+
+def _model_of(fn: Any, state: CallState) -> nn.Module | None:
+    owner = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
+    if isinstance(owner, nn.Module):
+        return owner
+    return state.modules[0] if len(state.modules) == 1 else None
 
 
 class _FilledAllocations(TorchDispatchMode):

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from firetower.lab.subject import Array, Op
 from firetower.sensors.ops_kinds import OpInfo, op_info
@@ -75,12 +76,14 @@ class Trace(OpsMode):
         self.integer_casts = False
         self.records: dict[int, Record] = {}
         self.exponentials: dict[str, int] = {}
-        self._order: deque[int] = deque()
         self._weights = weights
         self._writers: dict[int, int] = {}
         self._history: list[tuple[str, float]] = []
-        # alive, so that no other tensor can take the storage of one that is linked
-        self._alive: deque[tuple[Tensor, ...]] = deque(maxlen=NUM_BEFORE + NUM_AFTER)
+        # keeps the storages, so that no other tensor takes one that is linked; not the tensors: a factory whose
+        # result is held elsewhere returns a detached alias, one op more than in a run that is not traced
+        self._alive: deque[Any] = deque(maxlen=NUM_BEFORE + NUM_AFTER)
+        self._linears: list[RemovableHandle] = []
+        self.modules: dict[int, Op] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -92,6 +95,39 @@ class Trace(OpsMode):
         if out is not NotImplemented:
             self._guarded(lambda: self._after(info, index, kept, args, kwargs, out))
         return out
+
+    def __enter__(self) -> Trace:
+        linears = [(n, m) for r in self.stack.roots for n, m in r.named_modules() if isinstance(m, nn.Linear)]
+        self._linears = (
+            [m.register_forward_hook(self._linear(n)) for n, m in linears] if self.target is not None else []
+        )
+        super().__enter__()
+        return self
+
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        super().__exit__(exc_type, exc_val, exc_tb)
+        for handle in self._linears:
+            handle.remove()
+
+    def _linear(self, name: str) -> Any:
+        """A hook that notes what a linear layer answered, whatever ops it is made of."""
+
+        def after(module: nn.Linear, args: Any, output: Any) -> None:
+            writer = self._writers.get(storage_key(output)) if isinstance(output, Tensor) else None
+            if writer in self.records and args and isinstance(args[0], Tensor):
+                self._guarded(lambda: self._note_linear(writer, name, module, args[0], output))
+
+        return after
+
+    def _note_linear(self, writer: int, name: str, module: nn.Linear, x: Tensor, y: Tensor) -> None:
+        with quiet():
+            self.modules[writer] = Op(
+                name="linear",
+                module=name,
+                inputs=(as_array("input", x),),
+                weights=(as_array(f"{name}.weight", module.weight),),
+                outputs=(as_array("output", y),),
+            )
 
     @property
     def history_absmax(self) -> tuple[float, ...]:
@@ -130,10 +166,10 @@ class Trace(OpsMode):
             )
             record.outputs = tuple(_copy(x) for x in written)
         self.records[index] = record
-        self._alive.append(written)
-        if not info.is_view:
-            for x in written:
-                if x.layout is torch.strided:
+        for x in written:
+            if x.layout is torch.strided:
+                self._alive.append(x.untyped_storage())
+                if not info.is_view:
                     self._writers[storage_key(x)] = index
 
     def _note_absmax(self, index: int, found: tuple[Tensor, ...], record: Record | None) -> None:
@@ -212,7 +248,10 @@ class Around:
                 self._left -= 1
                 children.append(index)
         producers = tuple(self._op(self.records[i], seen) for i in children)
-        return dataclasses.replace(self._bare(record), producers=producers)
+        # a product is one op, whatever it is made of
+        whole = self.trace.modules.get(record.index)
+        bare = self._bare(record) if whole is None or record is self.target else whole
+        return dataclasses.replace(bare, producers=producers)
 
     def _makers(self, record: Record) -> Iterator[int]:
         for _, _, _, writer in record.tensors.values():
