@@ -201,6 +201,7 @@ folder = CaptureFolder(sys.argv[1], CaptureLimits(max_per_window=10**6))
 first, num, size = map(int, sys.argv[3:6])
 tensors = {"t": RawTensor(dtype="uint8", shape=(size,), data=bytes(size))}
 print("ready", flush=True)
+sys.stdin.readline()
 for i in range(first, first + num):
     one = dataclasses.replace(fire, id=f"{fire.id}-{first}-{i}", origin=Signal(stage="down", layer=i % 7))
     folder.add(freeze_call(one, prompt_token_ids=[1], tensors=tensors))
@@ -211,12 +212,17 @@ def start_writer(path, capture, first, num, size=10):
     from firetower.core.codec import dumps
 
     argv = [sys.executable, "-c", WRITER, str(path), dumps(capture.fire), str(first), str(num), str(size)]
-    return subprocess.Popen(argv, stdout=subprocess.PIPE)
+    return subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
 def test_processes_share_a_folder_and_lose_no_count(tmp_path, capture):
     path = tmp_path / "c"
     writers = [start_writer(path, capture, first, 35) for first in (0, 700, 1400)]
+    for writer in writers:
+        assert writer.stdout.readline() == b"ready\n"
+    for writer in writers:
+        writer.stdin.write(b"go\n")
+        writer.stdin.flush()
     for writer in writers:
         writer.communicate()
         assert writer.returncode == 0
@@ -231,6 +237,8 @@ def test_a_process_killed_while_it_writes_leaves_only_whole_captures(tmp_path, c
     for delay_s in (0.0, 0.01, 0.03):
         writer = start_writer(path, capture, 0, 500, size=4 << 20)
         assert writer.stdout.readline() == b"ready\n"
+        writer.stdin.write(b"go\n")
+        writer.stdin.flush()
         time.sleep(delay_s)
         writer.send_signal(signal.SIGKILL)
         writer.communicate()

@@ -38,6 +38,8 @@ def test_a_glyph_until_the_token_limit_is_a_fire_whatever_it_is(glyph):
 def test_one_glyph_with_spaces_until_the_limit_is_a_fire_and_words_are_not():
     [finding] = judge("G " * 400, finish="length")
     assert (finding.severity, finding.kind) == (Severity.FIRE, FindingKind.LOOP)
+    [finding] = judge("G " * 400 + PROSE, finish="length")
+    assert finding.severity is Severity.WARN
     [finding] = judge("the " * 600, finish="length")
     assert finding.severity is Severity.WARN
 

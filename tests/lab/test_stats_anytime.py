@@ -5,7 +5,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.integrate import quad
 from scipy.stats import beta, binom
@@ -39,6 +39,7 @@ def test_the_martingale_keeps_its_mean_of_one(p):
         assert binom.pmf(fires, tries, p) @ ratio == pytest.approx(1, rel=1e-9)
 
 
+@settings(deadline=None)
 @given(counts, st.floats(0.5, 0.999))
 def test_the_limits_are_where_the_martingale_meets_its_bound(pair, confidence):
     result = anytime_rate(*pair, confidence=confidence)
@@ -96,6 +97,25 @@ def test_peeking_at_equal_arms_seldom_shows_a_difference(p):
     assert ever.mean() <= 0.05 + three_errors(0.05, runs)
 
 
+@pytest.mark.parametrize(("a", "b"), [((4, 34), (0, 90)), ((5, 5), (9, 11)), ((30, 40), (3, 40)), ((6, 6), (0, 7))])
+def test_evidence_and_difference_are_the_least_product_over_shared_rates(a, b):
+    """By brute force: both martingales on a fine grid of rates of A."""
+    rates = np.linspace(0, 1, 20_001)
+    result = compare_watching(rate(*a), rate(*b))
+
+    def least_product(difference: float) -> float:
+        other = rates + difference
+        inside = (other >= 0) & (other <= 1)
+        likelihood = binom.logpmf(a[0], a[1], rates[inside]) + binom.logpmf(b[0], b[1], other[inside])
+        mixtures = sum(log_mixture(k, n) + math.log(math.comb(n, k)) for k, n in (a, b))
+        return mixtures - float(likelihood.max())
+
+    assert log_e_value(*a, *b) == pytest.approx(least_product(0.0), abs=1e-3)
+    for limit in (result.difference_lower, result.difference_upper):
+        if abs(limit) < 1:
+            assert least_product(limit) == pytest.approx(math.log(20), abs=1e-2)
+
+
 def test_a_difference_is_found_while_watching():
     found = compare_watching(rate(40, 340), rate(1, 340), names=("before", "after"))
     assert found.differs
@@ -114,6 +134,7 @@ def test_watching_costs_width_and_evidence():
     assert watched.difference_upper > planned.difference_upper
 
 
+@settings(deadline=None)
 @given(counts, counts)
 def test_the_watched_difference_leaves_out_zero_exactly_when_the_evidence_suffices(a, b):
     result = compare_watching(rate(*a), rate(*b))

@@ -3,7 +3,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firetower.core.errors import StatsError
@@ -25,6 +25,7 @@ def test_clean_tries_needed_have_the_published_numbers(excluded, confidence, tri
     assert clean_needed(excluded, confidence=confidence).tries == tries
 
 
+@settings(deadline=None)
 @given(st.integers(1, 999), st.integers(1, 99))
 def test_clean_tries_needed_are_the_fewest_in_exact_arithmetic(thousandths, percents):
     rate_, missed = Fraction(thousandths, 1000), Fraction(100 - percents, 100)
@@ -54,6 +55,7 @@ def test_no_try_excludes_nothing():
     assert result.sentence == "0 clean tries so far exclude no rate."
 
 
+@settings(deadline=None)
 @given(st.floats(1e-6, 0.9), st.floats(0.01, 0.999))
 def test_needed_and_excluded_are_two_views_of_one_thing(excluded, confidence):
     tries = clean_needed(excluded, confidence=confidence).tries

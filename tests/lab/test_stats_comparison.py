@@ -79,6 +79,12 @@ def test_the_difference_leaves_out_zero_exactly_when_the_test_rejects(a, b):
     assert result.difference_lower <= result.difference <= result.difference_upper
 
 
+def test_the_far_limit_tells_something_too():
+    # no rate of B is below 0, so the difference is no lower than minus the upper limit of A
+    result = against("4/34", "0/90")
+    assert result.difference_lower == pytest.approx(-result.a.upper, abs=1e-3)
+
+
 def test_the_difference_covers_at_every_pair_of_rates():
     tries_a, tries_b = 6, 5
     limits = np.array([[exact_difference(x, tries_a, y, tries_b, confidence=0.9) for y in range(6)] for x in range(7)])

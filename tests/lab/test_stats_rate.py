@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binom, nbinom
 
@@ -125,6 +125,12 @@ def test_a_cap_that_nobody_reached_changes_little_and_one_that_bit_is_used():
     assert "40 tries" in read_off.method
 
 
+def test_a_round_broken_off_early_has_its_own_length_as_its_cap():
+    result = rounds_rate([*fired(2), *clean(6, 3)])
+    assert (result.lower, result.upper) == capped((1, 11), [6, 6, 3])
+    assert (result.lower, result.upper) != capped((1, 11), [6, 6, 6])
+
+
 def test_rounds_that_never_fired_give_the_binomial_limit():
     result = rounds_rate(clean(40, 40))
     assert result.lower == 0
@@ -178,6 +184,7 @@ def test_a_confidence_outside_is_refused(confidence):
         rate(1, 3, confidence=confidence)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 3000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))), st.floats(0.5, 0.999))
 def test_the_rate_lies_in_its_interval_and_more_confidence_widens_it(counts, confidence):
     narrow, wide = rate(*counts, confidence=confidence * 0.9), rate(*counts, confidence=confidence)

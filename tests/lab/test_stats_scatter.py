@@ -45,6 +45,27 @@ def test_the_p_value_of_tries_until_a_fire_counts_equally_likely_courses():
     assert abs(result.p_value - exact) <= 3 * math.sqrt(exact * (1 - exact) / result.draws) + 1 / result.draws
 
 
+def test_the_p_value_of_capped_rounds_sums_every_course_at_the_estimated_rate():
+    cap, p = 4, 3 / 7
+    rounds = [*fired(1, 1, 1), Round(tries=cap, fired=False)]
+    single = [*((t, 1) for t in range(1, cap + 1)), (cap, 0)]
+    result = rounds_dispersion(rounds)
+    exact = 0.0
+    for course in itertools.product(single, repeat=4):
+        tries, fires = np.array(course).T
+        rate = fires.sum() / tries.sum()
+        scatter = ((fires - rate * tries) ** 2).sum()
+        expected = tries.sum() * rate * (1 - rate) * 3 / 4
+        if expected > 0 and scatter / expected >= result.index - 1e-9:
+            exact += p ** fires.sum() * (1 - p) ** (tries.sum() - fires.sum())
+    assert abs(result.p_value - exact) <= 3 * math.sqrt(exact * (1 - exact) / result.draws) + 1 / result.draws
+
+
+def test_no_p_value_is_smaller_than_the_draws_can_tell():
+    result = dispersion([(0, 40)] * 9 + [(35, 40)])
+    assert result.p_value == 1 / (result.draws + 1)
+
+
 def test_compositions_are_drawn_evenly():
     drawn = _compositions(6, (20_000, 3), np.random.default_rng(5))
     assert (drawn.sum(axis=1) == 6).all()

@@ -17,10 +17,12 @@ from firetower.attach.discover import Tap, discover
 from firetower.attach.firelog import FireLog
 from firetower.attach.frame import Call
 from firetower.attach.hooks import HostHooks, install
+from firetower.attach.freezing import GenerateCall, capture_folder, freeze
 from firetower.attach.incident import build_fire, describe_fire
 from firetower.attach.isolate import RowGuard, generation_option, guarded_generate
 from firetower.attach.ops import OpsWatch
 from firetower.attach.step import Step
+from firetower.capture.store import CaptureFolder
 from firetower.core.errors import AttachError, NonFiniteError
 from firetower.core.records import BurnedRow, Fire, Outcome, Reading
 from firetower.fires.store import Store
@@ -40,6 +42,7 @@ def attach(
     level: Level = "layers",
     on_fire: OnFire = "raise",
     store: Store | str | Path | Literal[False] | None = None,
+    captures: CaptureFolder | str | Path | bool | None = None,
     name: str | None = None,
 ) -> Watch:
     """Watch ``model`` from now on; use the result as a context manager, or call ``detach()``.
@@ -51,6 +54,8 @@ def attach(
         on_fire: ``raise`` ends the call with `NonFiniteError`; ``record`` only stores the fire; ``isolate`` stops, in a
             ``generate()`` batch, only the burned rows and cuts their output before the bad token.
         store: where fires go: the default store (None), a path, a `Store`, or False to keep them in memory only.
+        captures: where the capture of a burned call goes (prompt ids, sampling, seeds; private, mode 0600): beside the
+            fires (None), a folder, the default folder (True), or nowhere (False). One for each origin.
         name: what to call the model in the fire; default its config's name, or its class.
 
     Returns:
@@ -64,7 +69,7 @@ def attach(
     for option, value, known in (("level", level, get_args(Level)), ("on_fire", on_fire, get_args(OnFire))):
         if value not in known:
             raise AttachError(f"{option}={value!r}: must be one of {', '.join(known)}")
-    return Watch(model, level=level, on_fire=on_fire, store=store, name=name)
+    return Watch(model, level=level, on_fire=on_fire, store=store, captures=captures, name=name)
 
 
 class Watch:
@@ -82,6 +87,7 @@ class Watch:
         level: Level,
         on_fire: OnFire,
         store: Store | str | Path | Literal[False] | None,
+        captures: CaptureFolder | str | Path | bool | None,
         name: str | None,
     ) -> None:
         self.model = model
@@ -102,6 +108,8 @@ class Watch:
         self._hooks = HostHooks(self._taps, self._failed, self._device.mark, on_stray)
         self._ops = OpsWatch(self._root) if level == "ops" else None
         self._log = FireLog(store)
+        self._captures = capture_folder(captures, store)
+        self._running: GenerateCall | None = None
         self._pending: Snapshot | None = None
         self._last: Step | None = None
         self._last_reading: Reading | None = None
@@ -170,6 +178,8 @@ class Watch:
             "last_failure": self.last_failure,
             "store_failures": store.failures if store is not None else 0,
             "store_last_error": store.last_error if store is not None else None,
+            "captures": None if self._captures is None else str(self._captures.path),
+            "capture_failures": 0 if self._captures is None else self._captures.num_failed,
         }
 
     def detach(self) -> None:
@@ -288,7 +298,16 @@ class Watch:
                 self.name, self._root, step, reading, _OUTCOMES[self.on_fire], row=row, ops=self._ops
             )
             fire = self._log.record(built)
+            self._capture(fire, step)
         return fire
+
+    def _capture(self, fire: Fire, step: Step) -> None:
+        if self._captures is None or fire.count > 1:
+            return
+        try:
+            self._captures.add_safely(freeze(fire, self._root, self.level, step.call, self._running))
+        except Exception as e:  # noqa: BLE001 - a capture that cannot be made must not stop inference; it is counted
+            self._failed(e)
 
     def _rows_burned(self, step: Step) -> set[int]:
         rows = step.rows_burned() | (self._ops.rows_burned() if self._ops else set())
@@ -329,7 +348,11 @@ class Watch:
                 return inner(*args, **kwargs)
             num_beams = int(generation_option(model, kwargs, "num_beams") or 1)
             guard = RowGuard(num_beams, self._burned_in_last_step, isolate=self.on_fire == "isolate")
-            return guarded_generate(model, inner, guard, args, kwargs)
+            outer, self._running = self._running, GenerateCall.begin(args, kwargs)
+            try:
+                return guarded_generate(model, inner, guard, args, kwargs)
+            finally:
+                self._running = outer
 
         guarded.watch = self  # type: ignore[attr-defined]
         bound = types.MethodType(guarded, generate.__self__)

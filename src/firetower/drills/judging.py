@@ -10,6 +10,9 @@ from firetower.drills.spec import Case, Drill, Variant
 from firetower.lab.diagnose import diagnose
 from firetower.lab.discriminate.look import Look
 
+_NUM_REPLAYS, _NUM_REPLAYS_SLOW = 40, 12
+"""Replays of a test that replays: fewer where a run takes a tenth of a second."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
@@ -69,9 +72,10 @@ def judge(drill: Drill, variant: Variant, fault: Case, twin: Case) -> Judgement:
     """Ask the lab of a fault, of the same fault refuted, and of its clean twin."""
     subject = remembered(subject_of(fault))
     refuter = drill.refuter_of(variant)
-    verdict = diagnose(subject)
+    replays = _NUM_REPLAYS_SLOW if variant.host == "smollm2" else _NUM_REPLAYS
+    verdict = diagnose(subject, num_replays=replays)
     clean = remembered(subject_of(twin))
-    of_twin = diagnose(clean)
+    of_twin = diagnose(clean, num_replays=replays)
     return Judgement(
         wanted=drill.verdict_of(variant),
         said=verdict.key,
@@ -81,7 +85,7 @@ def judge(drill: Drill, variant: Variant, fault: Case, twin: Case) -> Judgement:
         is_detected=verdict.decided or is_wrong(subject),
         unnamed=tuple(p for p in fault.places if p not in _text(verdict)),
         refuter=refuter.test,
-        refuted=diagnose(refuter.flip(subject)).key,
+        refuted=diagnose(refuter.flip(subject), num_replays=replays).key,
         twin_said=of_twin.key if of_twin.decided else "its request is wrong" if is_wrong(clean) else None,
     )
 

@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, D hidden size, H heads, E experts, K experts per toke
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -247,3 +248,58 @@ class Guarded(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[T, D] -> [T, D]."""
         return self.guard(self.shares(x))
+
+
+@dataclasses.dataclass
+class TinyStates:
+    """The one layer of a `TinyCache`, named as those of Transformers are."""
+
+    recurrent_states: dict[int, Tensor]
+
+
+@dataclasses.dataclass
+class TinyCache:
+    """State of a `TinyRecurrent`: one delta-rule state [B, D, D]."""
+
+    layers: list[TinyStates]
+
+
+@dataclasses.dataclass
+class TinyOutput:
+    """What a `TinyRecurrent` returns: logits [B, T, V] and the cache, which was written in place."""
+
+    logits: Tensor
+    past_key_values: TinyCache
+
+
+class TinyRecurrent(nn.Module):
+    """A language model of one delta-rule layer with normalised keys, beta 1/2 and a fixed decay."""
+
+    def __init__(self, seed: int, vocab_size: int = 96, hidden_size: int = 32, head_dim: int = 16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab_size, hidden_size, device="meta").to_empty(device="cpu")
+        self.embed.weight.data.normal_(generator=generator(seed))
+        self.qkv = linear(3 * head_dim, hidden_size, seed + 1)
+        self.out = linear(hidden_size, head_dim, seed + 2)
+        self.lm_head = linear(vocab_size, hidden_size, seed + 3)
+        self.head_dim, self.vocab_size = head_dim, vocab_size
+
+    def fresh(self, batch: int = 1) -> TinyCache:
+        """A cache of a request that has not begun."""
+        state = self.embed.weight.new_zeros(batch, self.head_dim, self.head_dim)
+        return TinyCache([TinyStates({0: state})])
+
+    def forward(self, ids: Tensor, cache: TinyCache) -> TinyOutput:
+        """[B, T] -> logits [B, T, V]."""
+        x = self.embed(ids)
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        k = F.normalize(k, dim=-1)
+        states = cache.layers[0].recurrent_states
+        state, read = states[0], []
+        for t in range(ids.shape[1]):
+            state = 0.97 * state
+            recalled = torch.einsum("bk,bkv->bv", k[:, t], state)
+            state = state + 0.5 * torch.einsum("bk,bv->bkv", k[:, t], v[:, t] - recalled)
+            read.append(torch.einsum("bk,bkv->bv", q[:, t], state))
+        states[0] = state
+        return TinyOutput(self.lm_head(x + self.out(torch.stack(read, 1))), cache)

@@ -322,6 +322,7 @@ def _in_own_order(subject: Evidence) -> Evidence:
 
 
 OWN_ORDER = Refuter(test="state-order", flip=_in_own_order)
+OWNER_AGREES_IN_ORDER = Refuter(test="state-tags", flip=lambda s: _in_own_order(OWNER_AGREES.flip(s)))
 
 
 def _holds(law: Any) -> Any:

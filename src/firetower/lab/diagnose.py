@@ -8,10 +8,10 @@ print(diagnose(subject).statement)
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from firetower.core.families import DETAILS, FAMILIES, Detail, share
-from firetower.core.verdict import UNDECIDED, Evidence, Rival, Verdict
+from firetower.core.verdict import UNDECIDED, Evidence, Rival, RivalStatus, Verdict
 from firetower.lab.discriminate import STEPS, Step
 from firetower.lab.discriminate.causes import CAUSES, Cause
 from firetower.lab.discriminate.look import Look
@@ -244,9 +244,9 @@ def _rivals(case: _Case, winner: Cause | None) -> tuple[Rival, ...]:
     return tuple(found.values())[:MAX_RIVALS]
 
 
-def _rival(cause: Cause, status: str, why: str, test: str) -> Rival:
+def _rival(cause: Cause, status: RivalStatus, why: str, test: str) -> Rival:
     detail = DETAILS[cause.key]
-    return Rival(family=detail.family, detail=detail.name, status=status, why=why, test=test)  # type: ignore[arg-type]
+    return Rival(family=detail.family, detail=detail.name, status=status, why=why, test=test)
 
 
 def _refuting_step(case: _Case, cause: Cause) -> Step | None:
@@ -324,8 +324,8 @@ def _headline(verdict: Verdict) -> str:
     return f"Verdict: {verdict.family} {name}, {verdict.detail} ({share(verdict.family)})"
 
 
-def _listed(title: str, lines: object) -> Iterator[str]:
-    found = list(lines)  # type: ignore[call-overload]
+def _listed(title: str, lines: Iterable[str]) -> Iterator[str]:
+    found = list(lines)
     if found:
         yield f"{title}:"
         yield from (f"  {line}" for line in found)

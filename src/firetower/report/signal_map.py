@@ -34,20 +34,19 @@ class Cell(StrEnum):
 class SignalMap:
     """Rows are layers (the last may be ``model``, for signals outside layers), columns stages.
 
-    ``cells`` maps (row, column) to its cell and the place in the order of bad signals, from 1. ``legend`` says what a
-    cell without an entry means.
+    ``cells`` maps (row, column) to its cell and the place in the order of bad signals, from 1. ``legend`` says what
+    the signs of signals that are not bad mean.
     """
 
     rows: tuple[str, ...]
     columns: tuple[str, ...]
     cells: Mapping[tuple[str, str], tuple[Cell, int | None]]
-    default: Cell
-    legend: str
+    legend: tuple[tuple[Cell, str], ...]
     num_left_out: int = 0
 
     def cell(self, row: str, column: str) -> tuple[Cell, int | None]:
         """The cell, and its place in the order of bad signals."""
-        return self.cells.get((row, column), (self.default, None))
+        return self.cells.get((row, column), (Cell.UNKNOWN, None))
 
 
 def signal_map(fire: Fire) -> SignalMap | None:
@@ -72,15 +71,14 @@ def signal_map(fire: Fire) -> SignalMap | None:
     rows = [str(n) for n in (span if len(span) <= MAX_ROWS else layers[:MAX_ROWS])]
     if any(row == MODEL for row, _ in cells):
         rows.append(MODEL)
-    default, legend = _default(fire)
-    shown, columns = set(rows), _columns([stage for _, stage in cells])
+    bad, shown, columns = tuple(cells), set(rows), _columns([stage for _, stage in cells])
+    legend = _fill(fire, cells, rows, columns)
     return SignalMap(
         rows=tuple(rows),
         columns=tuple(columns[:MAX_COLUMNS]),
         cells=cells,
-        default=default,
         legend=legend,
-        num_left_out=sum(row not in shown or stage not in columns[:MAX_COLUMNS] for row, stage in cells),
+        num_left_out=sum(row not in shown or stage not in columns[:MAX_COLUMNS] for row, stage in bad),
     )
 
 
@@ -97,10 +95,28 @@ def _columns(stages: Sequence[str]) -> list[str]:
     return known + [s for s in seen if s not in STAGE_ORDER]
 
 
-def _default(fire: Fire) -> tuple[Cell, str]:
+def _fill(
+    fire: Fire, cells: dict[tuple[str, str], tuple[Cell, int | None]], rows: Sequence[str], columns: Sequence[str]
+) -> tuple[tuple[Cell, str], ...]:
+    """Say of every signal that is not listed as bad what that means; returns what the signs stand for."""
+    given = {c for c, _ in cells.values()}
+    cell, meaning = _not_bad(fire)
+    listed = [row for row, _ in cells if row != MODEL]
+    cut = int(listed[-1]) if len(fire.bad_signals) >= FULL_LIST else None
+    for row in rows:
+        beyond = cut is not None and (row == MODEL or int(row) >= cut)
+        for column in columns:
+            cells.setdefault((row, column), (Cell.UNKNOWN if beyond else cell, None))
+    legend = [(cell, meaning)]
+    if cut is not None and cell is not Cell.UNKNOWN:
+        legend.append((Cell.UNKNOWN, f"not listed: the fire keeps its first {len(fire.bad_signals)} bad signals"))
+    if Cell.NOT_COVERED in given:
+        legend.append((Cell.NOT_COVERED, "not covered"))
+    return tuple(legend)
+
+
+def _not_bad(fire: Fire) -> tuple[Cell, str]:
     ran, declared = fire.coverage
-    if len(fire.bad_signals) >= FULL_LIST:
-        return Cell.UNKNOWN, f"beyond the first {FULL_LIST} bad signals: not listed"
     if not declared:
         return Cell.UNKNOWN, "not reported: the fire does not say which signals were watched"
     if ran == declared:

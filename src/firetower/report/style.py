@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-CSS = """
+CSS = r"""
 :root{color-scheme:light dark;--bg:#f6f4f0;--card:#fff;--ink:#1f2328;--soft:#5c6370;--line:#dcd8d0;--fire:#b93a0e;
 --fire-bg:#fde6da;--ok:#2b6e49;--ok-bg:#e3f1e8;--warn:#8a5a00;--warn-bg:#fbefcf;--mute-bg:#eeebe5;--accent:#1f5a96}
 @media(prefers-color-scheme:dark){:root{--bg:#15171b;--card:#1e2126;--ink:#e6e4df;--soft:#a3a9b3;--line:#363b43;
 --fire:#ff9a6b;--fire-bg:#4a2413;--ok:#86cfa4;--ok-bg:#1b3527;--warn:#e9be60;--warn-bg:#3d3013;--mute-bg:#2a2e35;
 --accent:#8ab8ea}}
 *{box-sizing:border-box}
-body{margin:0;background:var(--bg);color:var(--ink);font:16px/1.55 system-ui,-apple-system,"Segoe UI","DejaVu Sans",sans-serif;
-overflow-wrap:anywhere}
+body{margin:0;background:var(--bg);color:var(--ink);font:16px/1.55 system-ui,-apple-system,"Segoe UI",
+"DejaVu Sans",sans-serif;overflow-wrap:anywhere}
 header,main,footer{max-width:72rem;margin:0 auto;padding:0 1.25rem}
 header{padding-top:1.5rem}
 .brand{margin:0;color:var(--fire);font-weight:700;letter-spacing:.08em;text-transform:uppercase;font-size:.75rem}
@@ -38,16 +38,17 @@ th,td{text-align:left;vertical-align:top;padding:.4rem .6rem;border-bottom:1px s
 th{color:var(--soft);font-weight:600;font-size:.8rem}
 td{min-width:4.5rem}
 td.wide,th.wide{min-width:17rem}
-.badge{display:inline-block;padding:.05rem .5rem;border-radius:.8rem;background:var(--mute-bg);font-size:.8rem;white-space:nowrap;
-margin-right:.3rem}
+.badge{display:inline-block;padding:.05rem .5rem;border-radius:.8rem;background:var(--mute-bg);font-size:.8rem;
+white-space:nowrap;margin-right:.3rem}
 .fire{background:var(--fire-bg);color:var(--fire)}
 .ok{background:var(--ok-bg);color:var(--ok)}
 .warn{background:var(--warn-bg);color:var(--warn)}
 .soft{color:var(--soft);font-size:.88rem}
 .headline{font-size:1.1rem;font-weight:600;margin:0 0 .5rem}
-.steps{list-style:none;display:flex;flex-wrap:wrap;gap:.4rem 1.35rem;padding:0;counter-reset:n}
+.steps{list-style:none;
+display:flex;flex-wrap:wrap;gap:.4rem 1.35rem;padding:0;counter-reset:n}
 .steps li{position:relative;padding:.3rem .65rem;border:1px solid var(--line);border-radius:.4rem;font-size:.85rem;margin:0}
-.steps li+li::before{content:"→";position:absolute;left:-1.15rem;color:var(--soft)}
+.steps li+li::before{content:"\2192";position:absolute;left:-1.15rem;color:var(--soft)}
 .steps li.fire{border-color:var(--fire);font-weight:600}
 .map{width:auto}
 .map th,.map td{text-align:center;padding:.25rem .5rem;min-width:3.1rem;border:1px solid var(--line)}
@@ -57,9 +58,12 @@ margin-right:.3rem}
 .map td.clean{color:var(--ok)}
 .map td.unknown{color:var(--soft)}
 .grid td{text-align:center;min-width:2.4rem}
-.grid td:first-child{text-align:left;min-width:12rem}
 .grid th{min-width:2.4rem;text-align:center}
-.grid th:first-child{text-align:left}
+.grid th:first-child{text-align:left;min-width:19rem;font-weight:400;color:var(--ink);font-size:.85rem}
+.grid tbody th .badge{float:right;margin:0 0 0 .6rem}
+.grid .says-for{background:var(--fire-bg);color:var(--fire);font-weight:700}
+.grid .says-against{color:var(--soft);background:var(--mute-bg)}
+.grid .says-excludes{background:var(--ok-bg);color:var(--ok);font-weight:700}
 .legend{display:flex;flex-wrap:wrap;gap:.3rem 1.2rem;font-size:.82rem;color:var(--soft);margin:.4rem 0}
 .legend b{font-weight:600;color:var(--ink)}
 .columns{columns:2;column-gap:2rem}
@@ -89,7 +93,7 @@ header,main,footer{padding-left:.75rem;padding-right:.75rem}}
 --ok-bg:#e4efe8;--warn:#6b4500;--warn-bg:#f5ecd2;--mute-bg:#f2f2f2;--accent:#000}
 body{font-size:10.5pt}nav,.js [data-js]{display:none}section{border:0;border-top:1px solid #bbb;border-radius:0;padding:.6rem 0}
 h2,h3{break-after:avoid}tr,li,figure{break-inside:avoid}.scroll{overflow:visible}td.wide,th.wide{min-width:0}
-table{font-size:8.5pt}.map td,.map th,.grid td,.grid th{min-width:0;padding:.15rem .3rem}pre{white-space:pre-wrap}
+table{font-size:8.5pt}.map td,.map th,.grid td,.grid th,.grid th:first-child{min-width:0;padding:.15rem .3rem}pre{white-space:pre-wrap}
 details::details-content{content-visibility:visible;height:auto;block-size:auto}*{print-color-adjust:exact}}
 """
 

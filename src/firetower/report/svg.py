@@ -40,7 +40,9 @@ def chart(series: Sequence[Series], *, x_name: str, y_name: str, caption: str, y
     return el("figure", image, el("div", keys, class_="legend"), el("figcaption", caption))
 
 
-def timeline(moments: Sequence[tuple[float, int, str]], rows: Sequence[str], ends: tuple[str, str], caption: str) -> Html:
+def timeline(
+    moments: Sequence[tuple[float, int, str]], rows: Sequence[str], ends: tuple[str, str], caption: str
+) -> Html:
     """Dots along time: (place from 0 to 1, row, title), with the two ends of the axis in words."""
     height = TOP + 24 * max(1, len(rows)) + BOTTOM
     label = 170
@@ -131,7 +133,9 @@ def _path(scale: _Scale, points: Sequence[tuple[float, float]]) -> str:
 
 
 def _key(name: str, number: int) -> Html:
-    line = el("line", x1=0, y1=6, x2=30, y2=6, class_=f"c{number % NUM_COLOURS} d{number % NUM_DASHES}", stroke_width=2.5)
+    line = el(
+        "line", x1=0, y1=6, x2=30, y2=6, class_=f"c{number % NUM_COLOURS} d{number % NUM_DASHES}", stroke_width=2.5
+    )
     return el("span", el("svg", line, viewBox="0 0 30 12", width=30, height=12, class_="key"), " ", clip(name, 80))
 
 

@@ -13,8 +13,33 @@ from firetower.fires.handin import UNKNOWN_STEP
 from firetower.fires.page import KIND_NAMES, arithmetic_of
 
 PRIVATE = frozenset(
-    "prompt messages message text content output outputs completion sample token_ids tokens input_ids tools "
-    "tool_calls arguments images image system user reasoning answer response query request_body body".split()
+    [
+        "prompt",
+        "messages",
+        "message",
+        "text",
+        "content",
+        "output",
+        "outputs",
+        "completion",
+        "sample",
+        "token_ids",
+        "tokens",
+        "input_ids",
+        "tools",
+        "tool_calls",
+        "arguments",
+        "images",
+        "image",
+        "system",
+        "user",
+        "reasoning",
+        "answer",
+        "response",
+        "query",
+        "request_body",
+        "body",
+    ]
 )
 """Keys of ``extra`` that may hold what somebody wrote or a model answered; shown only when asked for."""
 
@@ -121,3 +146,12 @@ def coverage(fire: Fire) -> str:
     """``210 of 213 declared signals ran``; empty where it was not reported."""
     ran, declared = fire.coverage
     return f"{ran} of {declared} declared signals ran" if declared else ""
+
+
+def not_testable(parts: tuple[str, ...]) -> list[str]:
+    """``part: why`` of a verdict, grouped by why: ``the subject has no such part: weights, states``."""
+    groups: dict[str, list[str]] = {}
+    for part in parts:
+        name, _, why = part.partition(": ")
+        groups.setdefault(why or "no reason given", []).append(name)
+    return [f"{why}: {', '.join(names)}" for why, names in groups.items()]

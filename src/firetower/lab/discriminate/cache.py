@@ -8,7 +8,7 @@ import numpy as np
 
 from firetower.lab.discriminate.look import Look
 from firetower.lab.discriminate.step import Cost, Fact, Step, fact
-from firetower.lab.subject import POISON, Event, RoutedRow, Slot, Switch
+from firetower.lab.subject import POISON, Event, Floats, RoutedRow, Slot, Switch
 
 
 def _order(look: Look) -> Iterator[Fact]:
@@ -78,10 +78,7 @@ def _paths(look: Look) -> str:
     rows: Sequence[RoutedRow] | None = look.part("routed_rows")
     if not rows:
         return ""
-    counts = {
-        p: (sum(r.is_bad for r in rows if r.path == p), sum(r.path == p for r in rows))
-        for p in ("hit", "miss")
-    }
+    counts = {p: (sum(r.is_bad for r in rows if r.path == p), sum(r.path == p for r in rows)) for p in ("hit", "miss")}
     parts = [f"{bad} of {num} {path} rows are bad" for path, (bad, num) in counts.items() if num]
     return f"; {', '.join(parts)}"
 
@@ -110,7 +107,7 @@ def _poisoned(look: Look) -> Iterator[Fact]:
     yield fact("destination_unwritten", bool(rows), text + (_paths(look) if rows else ""))
 
 
-def _rows_with_poison(values: np.ndarray) -> list[int]:  # type: ignore[type-arg]
+def _rows_with_poison(values: Floats) -> list[int]:
     rows = values.reshape(-1, values.shape[-1]) if values.ndim else values.reshape(1, 1)
     return [int(i) for i in np.flatnonzero(np.isclose(rows.astype(np.float64), POISON, rtol=2e-3).all(-1))]
 

@@ -25,7 +25,7 @@ UPSTREAM = (
 
 COMMON = frozenset(
     ("operands_finite", "wider_finite", "wide_field_finite", "logits_finite", "wrong_always", "after_verify",
-     "after_transfer", "changed_weight_is_read", "op_reads_zero_weight", "zero_denominator")
+     "after_transfer", "changed_weight_is_read", "weight_zeroed", "op_reads_zero_weight", "zero_denominator")
 )  # fmt: skip
 """Facts that many causes share: alone they make no cause a candidate."""
 

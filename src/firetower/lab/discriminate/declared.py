@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from firetower.lab.discriminate.look import Look
-from firetower.lab.discriminate.step import Cost, Fact, Step, fact
+from firetower.lab.discriminate.step import Cost, Fact, Run, Step, fact
 from firetower.lab.discriminate.values import absmax, num_nonfinite, root, where
-from firetower.lab.subject import Array, Collective, Law, Positions, Quantised, Recurrence
+from firetower.lab.subject import Array, Collective, Floats, Law, Positions, Quantised, Recurrence
 
 MIN_SATURATED_FRAC = 0.1
 """Share of values at the largest code from which a fixed scale counts as too small; outliers are fewer."""
@@ -28,9 +28,7 @@ def _fields(look: Look) -> Iterator[Fact]:
                 continue
             fits = field.name in wide and not num_nonfinite(wide[field.name])
             yield fact("quant_field_overflows", fits or not wide, _field(q, field, wide.get(field.name)))
-            yield fact(
-                "wide_field_finite", fits, f"{field.name} in float32 is {'finite' if fits else 'not known'}"
-            )
+            yield fact("wide_field_finite", fits, f"{field.name} in float32 is {'finite' if fits else 'not known'}")
             return
     count = len(tensors)
     yield fact(
@@ -83,9 +81,7 @@ def _recurrence(look: Look) -> Iterator[Fact]:
         yield fact("gain_over_two", hit is not None, text)
     grown = next((r for r in heads if _grew(r)), None)
     if grown is not None or all(r.state_absmax is not None for r in heads):
-        yield fact(
-            "state_grows", grown is not None, _growth(grown) if grown else "no state grows without bound"
-        )
+        yield fact("state_grows", grown is not None, _growth(grown) if grown else "no state grows without bound")
     rounded = next(((r, n) for r in heads if (n := _num_rounded(r))), None)
     if rounded or all(r.decay is not None and r.log_decay is not None for r in heads):
         text = (
@@ -155,14 +151,9 @@ def _angles(look: Look) -> Iterator[Fact]:
     cast = [
         (o, o.inputs[0], o.outputs[0])
         for o in (op, *op.producers)
-        if o.inputs
-        and o.outputs
-        and o.inputs[0].is_integer
-        and o.inputs[0].values.shape == o.outputs[0].values.shape
+        if o.inputs and o.outputs and o.inputs[0].is_integer and o.inputs[0].values.shape == o.outputs[0].values.shape
     ]
-    off = [
-        (o, a, b) for o, a, b in cast if (a.values.astype(np.float64) != b.values.astype(np.float64)).any()
-    ]
+    off = [(o, a, b) for o, a, b in cast if (a.values.astype(np.float64) != b.values.astype(np.float64)).any()]
     if off and (angular or num_nonfinite(off[0][2])):
         o, integers_in, floats_out = off[0]
         text = (
@@ -187,9 +178,7 @@ def _laws(look: Look) -> Iterator[Fact]:
         return
     if broken.holds_for_each_operand is not None:
         each = "holds" if broken.holds_for_each_operand else "is broken too"
-        versions = (
-            f" (operands written in steps {', '.join(map(str, broken.versions))})" if broken.versions else ""
-        )
+        versions = f" (operands written in steps {', '.join(map(str, broken.versions))})" if broken.versions else ""
         yield fact(
             "operands_lawful",
             broken.holds_for_each_operand,
@@ -223,12 +212,12 @@ def _collectives(look: Look) -> Iterator[Fact]:
     )
 
 
-def _near(a: object, b: object) -> bool:
-    return bool(np.allclose(a, b, rtol=1e-2, atol=1e-6))  # type: ignore[arg-type]
+def _near(a: Floats, b: Floats) -> bool:
+    return bool(np.allclose(a, b, rtol=1e-2, atol=1e-6))
 
 
-def _step(name: str, title: str, needs: str, facts: tuple[str, ...], command: str, run: object) -> Step:
-    return Step(name=name, title=title, cost=Cost.READ, needs=(needs,), facts=facts, command=command, run=run)  # type: ignore[arg-type]
+def _step(name: str, title: str, needs: str, facts: tuple[str, ...], command: str, run: Run) -> Step:
+    return Step(name=name, title=title, cost=Cost.READ, needs=(needs,), facts=facts, command=command, run=run)
 
 
 STEPS = (

@@ -22,7 +22,7 @@ from firetower.lab.discriminate.values import (
     type_max,
     where,
 )
-from firetower.lab.subject import Array, Op
+from firetower.lab.subject import Array, Floats, Op
 
 _MOVES_BITS = ("view", "copy", "clone", "reshape", "to_copy")
 
@@ -38,9 +38,7 @@ def _finite(look: Look) -> Iterator[Fact]:
     )
     yield fact("operands_finite", not bad, text)
     absurd = largest >= ABSURD
-    yield fact(
-        "operands_absurd", absurd, f"largest operand {largest:.3g}{', absurd for a model' if absurd else ''}"
-    )
+    yield fact("operands_absurd", absurd, f"largest operand {largest:.3g}{', absurd for a model' if absurd else ''}")
     out = op.outputs[0] if op.outputs else None
     if out is None or not is_float(out) or not num_nonfinite(out):
         return
@@ -114,9 +112,7 @@ def _norm(look: Look) -> Iterator[Fact]:
     )
     yield fact("inf_into_norm", hit, text)
     made = [o for o in op.producers if o.outputs and num_nonfinite(o.outputs[0]) and all_finite(o.inputs)]
-    yield fact(
-        "inf_maker_seen", bool(made), f"made by {where(made[0])}" if made else "what made it was not seen"
-    )
+    yield fact("inf_maker_seen", bool(made), f"made by {where(made[0])}" if made else "what made it was not seen")
 
 
 def _zero(look: Look) -> Iterator[Fact]:
@@ -144,7 +140,7 @@ def _upstream(op: Op, depth: int = 6) -> Iterator[Op]:
             yield from _upstream(producer, depth - 1)
 
 
-def _dead_rows(op: Op):  # type: ignore[no-untyped-def]
+def _dead_rows(op: Op) -> Floats | None:
     """Rows of the output that are zero although the same rows of the input, and the weights, are not."""
     if not op.outputs or not op.inputs or not op.outputs[0].values.ndim:
         return None
@@ -156,16 +152,14 @@ def _dead_rows(op: Op):  # type: ignore[no-untyped-def]
     return dead if len(dead) else None
 
 
-def _again(look: Look, op: Op):  # type: ignore[no-untyped-def]
+def _again(look: Look, op: Op) -> Floats | None:
     """The op computed again: by the subject where it is the first bad one, as a product where it is one."""
     if op is look.op and look.has("reference"):
-        answer = look.part("reference", "float64", "op")
+        answer: Sequence[Array] | None = look.part("reference", "float64", "op")
         return answer[0].values if answer else None
     if root(op) not in ("mm", "matmul", "linear", "addmm", "bmm", "gemm", "dot", "mv"):
         return None
-    floats = [
-        a.values.astype(np.float64) for a in (*op.inputs, *op.weights) if is_float(a) and a.values.ndim > 1
-    ]
+    floats = [a.values.astype(np.float64) for a in (*op.inputs, *op.weights) if is_float(a) and a.values.ndim > 1]
     shape = op.outputs[0].values.shape
     for a in floats:
         for b in floats:

@@ -28,7 +28,7 @@ def _masked_rows(look: Look) -> Iterator[Fact]:
             if not empty.any():
                 continue
             row = int(np.flatnonzero(empty)[0])
-            rows = f"{int(empty.sum())} of {len(empty)} rows"
+            rows = f"{int(empty.sum())} of {empty.size} rows"
             text = f"row {row} of {a.name} is all -inf ({rows}) before {where(near)}"
             yield fact("row_all_neg_inf", True, text)
             return
@@ -108,6 +108,8 @@ def _divisor(op: Op) -> Array | None:
 
 
 def _sums_itself(op: Op, divisor: Array) -> bool:
+    if root(op) in ("rsqrt", "reciprocal"):
+        return False
     top = rows_of(op.inputs[0].values.astype(np.float64))
     sums = top.sum(-1)
     below = divisor.values.astype(np.float64).reshape(-1)
@@ -136,16 +138,10 @@ def _epsilon(look: Look) -> Iterator[Fact]:
     if answer is not None:
         finite = not num_nonfinite(answer[0])
         text = f"recomputed in float32 with its producers it is {'finite' if finite else 'not finite either'}"
-        is_norm = root(op) in ("rsqrt", "reciprocal") or any(
-            root(p) in ("sqrt", "add") for p in ops_before(op)
-        )
-        yield fact("epsilon_lost", finite and is_norm and not _renormalises(op, divisor), text)
+        is_norm = root(op) in ("rsqrt", "reciprocal") or any(root(p) in ("sqrt", "add") for p in ops_before(op))
+        yield fact("epsilon_lost", finite and is_norm and not _sums_itself(op, divisor), text)
     else:
         yield fact("epsilon_lost", False, "no epsilon of 0 was added")
-
-
-def _renormalises(op: Op, divisor: Array) -> bool:
-    return root(op) not in ("rsqrt", "reciprocal") and _sums_itself(op, divisor)
 
 
 def _exponential(look: Look) -> Iterator[Fact]:

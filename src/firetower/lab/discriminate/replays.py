@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from firetower.core.errors import MissingExtraError
 from firetower.lab.discriminate.look import Look
-from firetower.lab.discriminate.step import Cost, Fact, Step, fact
+from firetower.lab.discriminate.step import Cost, Fact, Run, Step, fact
 from firetower.lab.subject import Outcome, Switch
 
 
@@ -22,9 +22,7 @@ def _replays(look: Look) -> Iterator[Fact]:
     if num_wrong:
         bad = [o for o, w in zip(outcomes, wrong, strict=True) if w]
         same = all((o.origin, o.kind) == (bad[0].origin, bad[0].kind) for o in bad)
-        yield fact(
-            "same_origin", same, f"the origin is {'the same each time' if same else 'not the same each time'}"
-        )
+        yield fact("same_origin", same, f"the origin is {'the same each time' if same else 'not the same each time'}")
 
 
 def _outcomes(look: Look, switch: Switch | None) -> list[Outcome]:
@@ -54,7 +52,7 @@ def _rate(num_wrong: int, num_tries: int) -> str:
     return f"{found}, 95% {r.lower:.3f} to {r.upper:.3f}"
 
 
-def _switched(switch: Switch, name: str) -> Callable[[Look], Iterator[Fact]]:
+def _switched(switch: Switch, name: str) -> Run:
     def run(look: Look) -> Iterator[Fact]:
         cured = look.cures(switch)
         if cured is not None:

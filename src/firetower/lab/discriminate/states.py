@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import permutations
 
+import numpy as np
+
 from firetower.lab.discriminate.look import WRONG_ERROR, Look
 from firetower.lab.discriminate.step import Cost, Fact, Step, fact
 from firetower.lab.discriminate.values import kinds, num_nonfinite, relative_error, rows_of
@@ -34,9 +36,7 @@ def _content(look: Look) -> Iterator[Fact]:
         yield fact("state_left_over", False, "the states of new requests are fresh")
     altered = [s for s, d in differing if d and not s.is_fresh_expected]
     if altered:
-        yield fact(
-            "state_altered", True, f"{_name(altered[0])}: hash is not the one noted when it was stored"
-        )
+        yield fact("state_altered", True, f"{_name(altered[0])}: hash is not the one noted when it was stored")
     elif len(differing) == len(states):
         yield fact("state_altered", False, "every carried state hashes as noted")
 
@@ -51,16 +51,9 @@ def _differs(s: State) -> bool | None:
 
 def _poison(s: State) -> str:
     assert s.value is not None
-    columns = sorted(set((~_finite(s)).nonzero()[1].tolist()))
+    columns = np.unique(np.argwhere(~np.isfinite(rows_of(s.value.values)))[:, 1])
     at = f"column {columns[0]}" if len(columns) == 1 else f"columns {columns[0]} to {columns[-1]}"
     return f"{_name(s)} with {kinds(s.value)} ({at} of {rows_of(s.value.values).shape[1]})"
-
-
-def _finite(s: State):  # type: ignore[no-untyped-def]
-    import numpy as np
-
-    assert s.value is not None
-    return np.isfinite(rows_of(s.value.values))
 
 
 def _name(s: State) -> str:
@@ -97,20 +90,23 @@ def _writer(look: Look) -> Iterator[Fact]:
     if any(s.written_by is None for s in off):
         return
     verified = next((s for s in off if s.written_by == "verify"), None)
-    text = (
-        f"{_name(verified)} was written by a verify step" if verified else "no state comes from a verify step"
-    )
+    text = f"{_name(verified)} was written by a verify step" if verified else "no state comes from a verify step"
     yield fact("after_verify", verified is not None, text)
     moved = next((s for s in off if s.written_by in _TRANSFERS), None)
-    text = (
-        f"{_name(moved)} came by a {moved.written_by}" if moved else "no state came by a transfer or restore"
-    )
+    text = f"{_name(moved)} came by a {moved.written_by}" if moved else "no state came by a transfer or restore"
     yield fact("after_transfer", moved is not None, text)
-    gaps = [s.position - s.expected_position for s in off if None not in (s.position, s.expected_position)]  # type: ignore[operator]
+    gaps = [g for s in off if (g := _gap(s)) is not None]
     if gaps:
         yield fact("gap_is_one", gaps[0] == 1, f"it has {gaps[0]:+d} token{'s' * (abs(gaps[0]) != 1)}")
     if verified is not None and verified.window is not None:
         yield _window(verified, verified.window)
+
+
+def _gap(s: State) -> int | None:
+    """Tokens in the state beyond those that the request says are in."""
+    if s.position is None or s.expected_position is None:
+        return None
+    return s.position - s.expected_position
 
 
 def _window(s: State, w: Window) -> Fact:
@@ -123,11 +119,7 @@ def _pads(look: Look) -> Iterator[Fact]:
     states: Sequence[State] = look.part("states")
     buffers: Sequence[Rows] = look.part("valid_rows")
     pads = {sum(not v for v in b.is_valid) for b in buffers} - {0}
-    gaps = [
-        (s, s.position - s.expected_position)
-        for s in states
-        if not s.is_fresh_expected and s.position is not None and s.expected_position is not None
-    ]
+    gaps = [(s, g) for s in states if not s.is_fresh_expected and (g := _gap(s)) is not None]
     hit = next(((s, g) for s, g in gaps if g in pads), None)
     text = (
         f"{_name(hit[0])} has {hit[1]} tokens too many, as many as there are pads"

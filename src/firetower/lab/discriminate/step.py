@@ -31,6 +31,10 @@ class Fact:
     statement: str
 
 
+Run = Callable[[Look], Iterator[Fact]]
+"""What a step does: it looks, and yields the facts that it could establish."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """One discriminating test.
@@ -51,7 +55,7 @@ class Step:
     needs: tuple[str, ...]
     facts: tuple[str, ...]
     command: str
-    run: Callable[[Look], Iterator[Fact]]
+    run: Run
 
 
 def fact(name: str, holds: bool, statement: str) -> Fact:

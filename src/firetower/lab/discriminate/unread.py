@@ -28,10 +28,7 @@ def _written(look: Look) -> Iterator[Fact]:
     buffers: Sequence[Rows] = look.part("valid_rows")
     untold = [b for b in buffers if not b.written_at]
     stale = [
-        (b, i)
-        for b in buffers
-        for i in _read(b)
-        if (w := _at(b, i)) is not None and w < b.step and not b.is_valid[i]
+        (b, i) for b in buffers for i in _read(b) if (w := _at(b, i)) is not None and w < b.step and not b.is_valid[i]
     ]
     if stale:
         b, i = stale[0]

@@ -20,7 +20,8 @@ def _against_load(look: Look) -> Iterator[Fact]:
     changed = [w for w, now, then in known if now != then]
     if not changed:
         if len(known) == len(pairs):
-            yield fact("weight_changed", False, f"{len(known)} weights hash as they did at load")
+            text = f"{len(known)} weights hash as they did at load" if known else "there are no weights"
+            yield fact("weight_changed", False, text)
         return
     names = ", ".join(w.name for w in changed)
     yield fact("weight_changed", True, f"{names}: hash differs from the one at load")
@@ -43,9 +44,7 @@ def _what_changed(w: Weight) -> Iterator[Fact]:
     num_bits = int((now ^ then).reshape(-1)[places[0]]).bit_count()
     one_bit = len(places) == 1 and num_bits == 1
     at = f"{w.name}: {len(places)} elements differ, {places[0]} to {places[-1]} (flat)"
-    yield fact(
-        "change_is_one_bit", one_bit, f"{at}; {'one bit' if one_bit else f'{num_bits} bits in the first'}"
-    )
+    yield fact("change_is_one_bit", one_bit, f"{at}; {'one bit' if one_bit else f'{num_bits} bits in the first'}")
     is_run = bool(places[-1] - places[0] + 1 == len(places)) and len(places) > 1
     edge = " from the edge of its memory" if places[0] == 0 else ""
     after = f", directly after {w.neighbour}" if w.neighbour and places[0] == 0 else ""
@@ -57,7 +56,9 @@ def _sound(look: Look) -> Iterator[Fact]:
     arrays = [w.now for w in weights if w.now is not None]
     bad = [a for a in arrays if num_nonfinite(a)]
     if bad or len(arrays) == len(weights):
-        text = "; ".join(_place(a) for a in bad[:4]) or f"{len(arrays)} weights are finite"
+        text = "; ".join(_place(a) for a in bad[:4]) or (
+            f"{len(arrays)} weights are finite" if arrays else "there are no weights"
+        )
         yield fact("weight_nonfinite", bool(bad), text)
     zero = [a for a in arrays if a.values.ndim > 1 and a.values.size and not a.values.any()]
     if zero or len(arrays) == len(weights):
@@ -92,14 +93,10 @@ def _place(a: Array) -> str:
 def _read_by_op(look: Look) -> Iterator[Fact]:
     near = list(ops_before(look.op))
     bad = [(o, w) for o in near[:1] for w in o.weights if num_nonfinite(w)]
-    text = (
-        f"{where(bad[0][0])} reads {bad[0][1].name}" if bad else f"the weights of {where(look.op)} are finite"
-    )
+    text = f"{where(bad[0][0])} reads {bad[0][1].name}" if bad else f"the weights of {where(look.op)} are finite"
     yield fact("op_reads_bad_weight", bool(bad), text)
     zero = [(o, w) for o in near for w in o.weights if _is_zero_matrix(w)]
-    text = (
-        f"{where(zero[0][0])} reads {zero[0][1].name}" if zero else "no op near the first bad one reads zeros"
-    )
+    text = f"{where(zero[0][0])} reads {zero[0][1].name}" if zero else "no op near the first bad one reads zeros"
     yield fact("op_reads_zero_weight", bool(zero), text)
     if not look.has("weights"):
         return
@@ -107,11 +104,7 @@ def _read_by_op(look: Look) -> Iterator[Fact]:
     changed = {w.name for w in weights if None not in _hashes(w) and _hashes(w)[0] != _hashes(w)[1]}
     read = [(o, w) for o in near for w in o.weights if w.name in changed]
     if changed:
-        text = (
-            f"{where(read[0][0])} reads {read[0][1].name}"
-            if read
-            else f"{where(look.op)} reads no changed weight"
-        )
+        text = f"{where(read[0][0])} reads {read[0][1].name}" if read else f"{where(look.op)} reads no changed weight"
         yield fact("changed_weight_is_read", bool(read), text)
 
 
@@ -125,18 +118,14 @@ def _zero_inputs(look: Look) -> Iterator[Fact]:
     outcome = look.outcome(Switch.ZERO_INPUTS)
     if outcome is not None:
         bad = any(num_nonfinite(a) for a in outcome.outputs) or outcome.origin is not None
-        yield fact(
-            "bad_for_zero_inputs", bad, f"with zeros as activations it is {'still bad' if bad else 'clean'}"
-        )
+        yield fact("bad_for_zero_inputs", bad, f"with zeros as activations it is {'still bad' if bad else 'clean'}")
 
 
 def _reloaded(look: Look) -> Iterator[Fact]:
     cured = look.cures(Switch.RELOADED_WEIGHTS)
     if cured is None:
         return
-    yield fact(
-        "reloading_cures", cured, f"with the weights loaded again it is {'clean' if cured else 'still wrong'}"
-    )
+    yield fact("reloading_cures", cured, f"with the weights loaded again it is {'clean' if cured else 'still wrong'}")
     if cured:
         yield fact("changed_weight_is_read", True, "loading the weights again cures it")
 

@@ -155,10 +155,7 @@ def _traits(case: Case) -> Iterator[Trait]:
         yield Trait(name="bits", counts=tuple(counts.most_common()), num_fires=case.num_fires)
     if case.positions:
         yield _trait(case, "token position", (f"{p:,}" for p in case.positions))
-    if case.clean:
-        yield Trait(
-            name="clean in every fire", counts=tuple((c, case.num_fires) for c in case.clean), num_fires=case.num_fires
-        )
+    yield from (Trait(name=c, counts=(("clean", case.num_fires),), num_fires=case.num_fires) for c in case.clean)
 
 
 def _trait(case: Case, name: str, values: Iterable[str]) -> Trait:

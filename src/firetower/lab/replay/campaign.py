@@ -184,7 +184,7 @@ def open_campaign(
         folder: of the capture.
         settings: see there.
         journal_path: instead of the usual place.
-        again: start another one, beside those with the same settings; its seed is another.
+        again: start another one, beside those with the same settings: with the next seed that none has.
 
     Raises:
         CaptureError: the capture cannot be read.
@@ -193,6 +193,12 @@ def open_campaign(
     """
     capture = read_capture(folder, with_tensors=False)
     digest = digest_of(Path(folder))
+    path = journal_path or _usual_path(capture, settings)
+    while again and path.exists():
+        if journal_path is not None:
+            raise ReplayError(f"journal={str(path)!r}: exists; give another file for another campaign")
+        settings = dataclasses.replace(settings, seed=settings.seed + 1)
+        path = _usual_path(capture, settings)
     maker = RequestMaker(
         capture,
         settings.edits,
@@ -203,9 +209,6 @@ def open_campaign(
     )
     for arm in settings.arms:
         maker.request_for(arm, 0, 1)
-    path = journal_path or campaigns_path() / f"{_file_name(capture.id)}-{settings.key}.jsonl"
-    if again:
-        path = _unused(path)
     head = _head(capture, digest, settings)
     if path.exists():
         journal = Journal.reopen(path)
@@ -246,16 +249,9 @@ def _environment() -> dict[str, str]:
     return found
 
 
-def _file_name(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]", "_", text)[:80]
-
-
-def _unused(path: Path) -> Path:
-    number = 2
-    while path.exists():
-        path = path.with_name(re.sub(r"(?:~\d+)?\.jsonl$", f"~{number}.jsonl", path.name))
-        number += 1
-    return path
+def _usual_path(capture: Capture, settings: CampaignSettings) -> Path:
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", capture.id)[:80]
+    return campaigns_path() / f"{name}-{settings.key}.jsonl"
 
 
 def _maker_of_places(settings: CampaignSettings, stack: contextlib.ExitStack) -> Callable[[Arm], Iterator[Place]]:

@@ -269,7 +269,10 @@ def _end_sentences(
     after = [c for c in state.canaries if c.after is not None and c.prompts]
     if after:
         kept = sum(c.persists is True for c in after)
-        yield f"After {count(len(after), 'fire or lost try')}, the process stayed poisoned {kept:,} times."
+        yield (
+            f"The canary was sent {count(len(after), 'time')} after a fire or a lost try: "
+            f"the process stayed poisoned {count(kept, 'time')}."
+        )
     if (num := sum(a.num_dependent for a in arms)) > 0:
         yield f"{count(num, 'try')} in a process in question or poisoned do not count, whatever they showed."
         if design.concurrency > 1 and design.isolation is not Isolation.PROCESS:

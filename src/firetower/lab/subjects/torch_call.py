@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
@@ -72,7 +73,7 @@ class TorchSubject:
                 raise SubjectError(f"parts={part!r}: is no part of a subject; known: {', '.join(PARTS)}")
         self.name = name or getattr(fn, "__qualname__", type(fn).__name__)
         self.fire = fire
-        self._call = lambda: fn(*args, **(kwargs or {}))
+        self._call: Callable[[], Any] = functools.partial(fn, *args, **(kwargs or {}))
         named = {**{str(i): a for i, a in enumerate(args)}, **(kwargs or {})}
         self._state = CallState(fn, named)
         self._model = model if model is not None else _model_of(fn, self._state)

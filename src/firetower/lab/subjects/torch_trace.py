@@ -29,7 +29,6 @@ MAX_ELEMENTS = 1 << 24
 MAX_UPSTREAM = 32
 """Most ops that are shown upstream of the first bad one."""
 
-_QUANTISERS = frozenset(("round", "quantize_per_tensor", "quantize_per_channel", "bucketize"))
 _EXPONENTIALS = frozenset(("exp", "exp2", "softmax", "log_softmax", "logsumexp", "safe_softmax"))
 
 
@@ -53,7 +52,7 @@ class Record:
     source: str = ""
 
 
-class Trace(OpsMode):
+class Trace(OpsMode):  # type: ignore[no-untyped-call]
     """`OpsMode` that keeps records around one op.
 
     Args:
@@ -224,7 +223,8 @@ class Around:
         return dataclasses.replace(self._bare(record), consumers=tuple(users))
 
     def _bare(self, record: Record) -> Op:
-        inputs, weights = [], []
+        inputs: list[Array] = []
+        weights: list[Array] = []
         for name, x, owner, _ in record.tensors.values():
             if x.is_meta or (x.numel() > MAX_ELEMENTS and owner is None):
                 continue
