@@ -14,11 +14,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from firetower.attach.investigate import Investigation, investigate
+    from firetower.attach.investigate import Investigation
     from firetower.attach.watch import Watch, attach
     from firetower.core.errors import FiretowerError, NonFiniteError
     from firetower.core.records import BadValue, Fire, Reading, Signal
     from firetower.fires.store import Store
+    from firetower.lab.investigate import investigate
 
 _EXPORTS = {
     "BadValue": "firetower.core.records",
@@ -31,7 +32,7 @@ _EXPORTS = {
     "Store": "firetower.fires.store",
     "Watch": "firetower.attach.watch",
     "attach": "firetower.attach.watch",
-    "investigate": "firetower.attach.investigate",
+    "investigate": "firetower.lab.investigate",
 }
 
 __all__ = [

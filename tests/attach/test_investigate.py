@@ -22,7 +22,7 @@ NAN, INF = math.nan, math.inf
 
 
 def look(fn: Any, *args: Any, **kwargs: Any) -> firetower.Investigation:
-    return firetower.investigate(fn, *args, firetower_store=False, **kwargs)
+    return firetower.investigate(fn, *args, firetower_store=False, firetower_verdict=False, **kwargs)
 
 
 def inputs(batch: int = 2, length: int = 7) -> dict[str, Tensor]:

@@ -33,7 +33,7 @@ TOTAL = 0
 
 
 def look(fn: Any, *args: Any, **kwargs: Any) -> firetower.Investigation:
-    return firetower.investigate(fn, *args, firetower_store=False, **kwargs)
+    return firetower.investigate(fn, *args, firetower_store=False, firetower_verdict=False, **kwargs)
 
 
 def burn(x: Tensor, when: bool) -> Tensor:

@@ -7,9 +7,9 @@ subject shows the one observation that refutes the cause.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -43,39 +43,13 @@ from firetower.lab.subject import (
     array,
     hash_of,
 )
+from firetower.lab.subjects.given import LISTS, GivenSubject
 
 NUM_REPLAYS = 40
 
 
-@dataclasses.dataclass
-class Subject:
-    """A subject that has looked everywhere and found nothing; builders fill in what is there."""
-
-    name: str = "a subject"
-    weights: Any = tuple
-    states: Any = tuple
-    valid_rows: Any = tuple
-    slots: Any = tuple
-    routed_rows: Any = tuple
-    events: Any = tuple
-    quantised: Any = tuple
-    splits: Any = tuple
-    recurrences: Any = tuple
-    sampled: Any = tuple
-    collectives: Any = tuple
-    laws: Any = tuple
-    positions: Any = None
-    first_bad_op: Any = None
-    reference: Any = None
-    recompute_rows: Any = None
-    run: Any = None
-    switches: Any = tuple
-    reset: Any = lambda: None
-    clean_twin_bit_stable: bool | None = True
-
-
-def always(value: Any) -> Callable[..., Any]:
-    return lambda *_: value
+Subject = functools.partial(GivenSubject, none=LISTS, clean_twin_bit_stable=True)
+"""A subject that has looked everywhere and found nothing but what it is given."""
 
 
 def runs(wrong: Any, right: Any, *cures: Switch, useless: tuple[Switch, ...] = ()) -> dict[str, Any]:
@@ -84,7 +58,7 @@ def runs(wrong: Any, right: Any, *cures: Switch, useless: tuple[Switch, ...] = (
     def run(request: Request) -> Outcome:
         return Outcome(outputs=(array("y", right if request.switch in cures else wrong),))
 
-    return {"run": run, "switches": always((*cures, *useless))}
+    return {"run": run, "switches": (*cures, *useless)}
 
 
 def references(op: Any = None, outputs: Any = None, chain: Any = None) -> Callable[..., Any]:
@@ -97,12 +71,12 @@ def rng(seed: int = 0) -> np.random.Generator:
 
 
 def sound(*arrays: Any) -> Callable[[], tuple[Weight, ...]]:
-    return always(tuple(Weight(name=a.name, now=a, at_load=a) for a in arrays))
+    return tuple(Weight(name=a.name, now=a, at_load=a) for a in arrays)
 
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    build: Callable[[bool], Subject]
+    build: Callable[[bool], GivenSubject]
     expected: str
     words: tuple[str, ...] = ()
 
@@ -111,7 +85,7 @@ KNOWN: dict[str, Known] = {}
 
 
 def known(case: str, expected: str, *words: str) -> Callable[[Any], Any]:
-    def register(build: Callable[[bool], Subject]) -> Callable[[bool], Subject]:
+    def register(build: Callable[[bool], GivenSubject]) -> Callable[[bool], GivenSubject]:
         KNOWN[case] = Known(build, expected, words)
         return build
 
@@ -119,7 +93,7 @@ def known(case: str, expected: str, *words: str) -> Callable[[Any], Any]:
 
 
 @known("A1", "A/OVERFLOW_ACTIVATION", "row 2, column 7", "78,000", "65,504")
-def overflow(refuted: bool) -> Subject:
+def overflow(refuted: bool) -> GivenSubject:
     gate = np.full((4, 64), 300, np.float16)
     up = np.full((4, 64), 10, np.float16)
     up[2, 7] = 260
@@ -127,21 +101,21 @@ def overflow(refuted: bool) -> Subject:
     op = Op(name="aten.mul.Tensor", inputs=(array("act", gate), array("up", up)), outputs=(array("out", gate * up),))
     # refuted: in float32 it is no more finite (a pole, not a range)
     wide = np.where(np.isinf(gate * up), np.inf, wide) if refuted else wide
-    return Subject(first_bad_op=always(op), reference=references(op=wide))
+    return Subject(first_bad_op=op, reference=references(op=wide))
 
 
 @known("A2", "A/UPSTREAM_INF", "single Inf", "row 0")
-def inf_into_norm(refuted: bool) -> Subject:
+def inf_into_norm(refuted: bool) -> GivenSubject:
     x = rng().normal(size=(1, 64)).astype(np.float32)
     if not refuted:
         x[0, 5] = np.inf
     scale = 1 / np.sqrt((x.astype(np.float32) ** 2).mean(-1, keepdims=True))
     op = Op(name="rms_norm", inputs=(array("hidden", x),), outputs=(array("normed", x * scale),))
-    return Subject(first_bad_op=always(op))
+    return Subject(first_bad_op=op)
 
 
 @known("B1", "B/SCALE_OVERFLOW", "field=sum", "67,200")
-def sum_overflows(refuted: bool) -> Subject:
+def sum_overflows(refuted: bool) -> GivenSubject:
     x = np.full(32, 2100.0, np.float32)
     total, scale = x.sum(), np.abs(x).max() / 127
     fields = array("sum", np.float16([total])), array("scale", np.float16([scale]))
@@ -150,29 +124,31 @@ def sum_overflows(refuted: bool) -> Subject:
     op = Op(name="mul", inputs=(array("min", np.float32([0.0])),), outputs=(array("y", np.float32([0 * np.inf])),))
     q = Quantised(name="activations", sink="activation", block_size=32, fields=fields, wide_fields=wide,
                   original=array("x", x))  # fmt: skip
-    return Subject(quantised=always((q,)), first_bad_op=always(op))
+    return Subject(quantised=(q,), first_bad_op=op)
 
 
 @known("B3", "B/SCALE_OVERFLOW", "field=scale", "sink=kv", "first position 9")
-def kv_scale_overflows(refuted: bool) -> Subject:
+def kv_scale_overflows(refuted: bool) -> GivenSubject:
     x = rng().normal(size=(16, 64)).astype(np.float32)
     x[9] *= 1e7
     scale = np.abs(x).max(-1) / 127
     wide = np.where(np.isinf(scale.astype(np.float16)), np.inf, scale) if refuted else scale
     q = Quantised(name="k cache", sink="kv", block_size=64, fields=(array("scale", scale.astype(np.float16)),),
                   wide_fields=(array("scale", wide),), original=array("k", x), first_position=0)  # fmt: skip
-    return Subject(quantised=always((q,)))
+    return Subject(quantised=(q,))
 
 
 @known("B4", "B/SCALE_MISCALIBRATED", "no NaN")
-def miscalibrated(refuted: bool) -> Subject:
+def miscalibrated(refuted: bool) -> GivenSubject:
     sigma = 0.05 if refuted else 3.0
     x = rng().normal(size=64) * sigma
     scale = 0.2 / 448
     codes = np.clip(x / scale, -448, 448)
-    q = Quantised(name="v cache", sink="kv", block_size=64, fields=(array("scale", np.float32([scale])),),
-                  original=array("v", x), restored=array("v", codes * scale), max_code=448.0, is_static=True)  # fmt: skip
-    return Subject(quantised=always((q,)), **runs(codes * scale, x), reference=references(outputs=x))
+    fields = (array("scale", np.float32([scale])),)
+    original, restored = array("v", x), array("v", codes * scale)
+    q = Quantised(name="v cache", sink="kv", block_size=64, fields=fields, original=original, restored=restored,
+                  max_code=448.0, is_static=True)  # fmt: skip
+    return Subject(quantised=(q,), **runs(codes * scale, x), reference=references(outputs=x))
 
 
 def page(fill: float | None) -> np.ndarray:
@@ -195,31 +171,31 @@ def filled(weight: float, unread_matters: bool) -> Callable[[Request], Outcome]:
     return run
 
 
-def unread(weight: float, refuted: bool) -> Subject:
+def unread(weight: float, refuted: bool) -> GivenSubject:
     p = np.zeros((1, 16), np.float32)
     p[0, :5], p[0, 12] = 0.2, weight
     written = (3,) * 5 + (None,) * 11
     rows = Rows(name="v page", step=3, is_valid=(True,) * 5 + (False,) * 11, written_at=written)
     y = array("y", p @ page(None))
     op = Op(name="matmul", inputs=(array("p", p), array("v", page(None))), outputs=(y,))
-    switches = always((Switch.FILL_A, Switch.FILL_B, Switch.ZERO_UNREAD))
+    switches = (Switch.FILL_A, Switch.FILL_B, Switch.ZERO_UNREAD)
     # refuted: bad whatever the unread slots hold
     run = filled(weight, not refuted)
-    return Subject(run=run, switches=switches, valid_rows=always((rows,)), first_bad_op=always(op))
+    return Subject(run=run, switches=switches, valid_rows=(rows,), first_bad_op=op)
 
 
 @known("C1", "C/UNINIT_READ", "filled with 1 and with -3", "with weight 0")
-def masked_slot(refuted: bool) -> Subject:
+def masked_slot(refuted: bool) -> GivenSubject:
     return unread(0.0, refuted)
 
 
 @known("C1-weighted", "C/UNINIT_READ", "the outcomes differ")
-def weighted_slot(refuted: bool) -> Subject:
+def weighted_slot(refuted: bool) -> GivenSubject:
     return unread(1e-3, refuted)
 
 
 @known("C2b", "C/PADS_IN_SHARED_SCALE", "reduces over all 8 rows", "2 of them not real")
-def pads_in_scale(refuted: bool) -> Subject:
+def pads_in_scale(refuted: bool) -> GivenSubject:
     x = rng().normal(size=(8, 64)).astype(np.float32)
 
     def run(request: Request) -> Outcome:
@@ -234,12 +210,12 @@ def pads_in_scale(refuted: bool) -> Subject:
     op = Op(name="aten.amax.default", inputs=(array("scratch", dirty),), outputs=(amax,))
     written = (1,) * 6 + (None,) * 2
     rows = Rows(name="scratch", step=1, is_valid=(True,) * 6 + (False,) * 2, written_at=written)
-    switches = always((Switch.FILL_A, Switch.FILL_B, Switch.ZERO_UNREAD))
-    return Subject(run=run, switches=switches, valid_rows=always((rows,)), first_bad_op=always(op))
+    switches = (Switch.FILL_A, Switch.FILL_B, Switch.ZERO_UNREAD)
+    return Subject(run=run, switches=switches, valid_rows=(rows,), first_bad_op=op)
 
 
 @known("D1", "D/STALE_GRAPH_ROW", "row 3", "last written at step 1")
-def stale_row(refuted: bool) -> Subject:
+def stale_row(refuted: bool) -> GivenSubject:
     x = rng().normal(size=(4, 16)).astype(np.float32)
     x[3, 2] = np.nan
 
@@ -257,12 +233,12 @@ def stale_row(refuted: bool) -> Subject:
         written_at=(2, 1, 1, 1),
         is_read=(True, False, False, True),
     )
-    switches = always((Switch.FILL_A, Switch.FILL_B, Switch.ZERO_UNREAD))
-    return Subject(run=run, switches=switches, valid_rows=always((rows,)), first_bad_op=always(op))
+    switches = (Switch.FILL_A, Switch.FILL_B, Switch.ZERO_UNREAD)
+    return Subject(run=run, switches=switches, valid_rows=(rows,), first_bad_op=op)
 
 
 @known("D3", "D/BUFFER_OVERWRITTEN_BEFORE_USE", "wanted version 0 and found 1")
-def overwritten(refuted: bool) -> Subject:
+def overwritten(refuted: bool) -> GivenSubject:
     events = (
         Event(kind="write", what="hidden[0:512]", version=0, by="chunk 0"),
         Event(kind="write", what="hidden[0:512]", version=1, by="chunk 1"),
@@ -271,7 +247,7 @@ def overwritten(refuted: bool) -> Subject:
     if refuted:
         events = (events[0], events[2], events[1])
     parts = runs(np.ones(3), np.zeros(3))
-    return Subject(events=always(events), reference=references(outputs=np.zeros(3)), **parts)
+    return Subject(events=events, reference=references(outputs=np.zeros(3)), **parts)
 
 
 def state(**more: Any) -> State:
@@ -293,7 +269,7 @@ def handed_over(content: np.ndarray) -> State:
 
 
 @known("E1", "E/STATE_NOT_CLEARED", "layer 4", "new request", "column 3")
-def not_cleared(refuted: bool) -> Subject:
+def not_cleared(refuted: bool) -> GivenSubject:
     s = np.zeros((16, 16), np.float32)
     s[5, 3] = np.nan
     s[5, 3] *= 0.0  # how it was "cleared"
@@ -304,17 +280,17 @@ def not_cleared(refuted: bool) -> Subject:
         return Outcome(outputs=(array("y", x @ (np.zeros_like(s) if fresh else s)),))
 
     op = Op(name="matmul", inputs=(array("q", x), array("S", s)), outputs=(array("o", x @ s),))
-    states = always((handed_over(s),))
-    return Subject(states=states, first_bad_op=always(op), run=run, switches=always((Switch.FRESH_STATE,)))
+    states = (handed_over(s),)
+    return Subject(states=states, first_bad_op=op, run=run, switches=(Switch.FRESH_STATE,))
 
 
 @known("E2", "E/STALE_STATE_FINITE", "not that of a fresh state")
-def left_over(refuted: bool) -> Subject:
+def left_over(refuted: bool) -> GivenSubject:
     s = rng().normal(size=(16, 16)).astype(np.float32) * (0 if refuted else 3)
     q = rng(1).normal(size=(8, 16)).astype(np.float32)
     truth = q @ np.full((16, 16), 0.1, np.float32)
     parts = runs(truth + q @ s, truth, Switch.FRESH_STATE)
-    return Subject(states=always((handed_over(s),)), reference=references(outputs=truth), **parts)
+    return Subject(states=(handed_over(s),), reference=references(outputs=truth), **parts)
 
 
 def positions(tag: int, expected: int, **more: Any) -> dict[str, Any]:
@@ -332,25 +308,25 @@ def positions(tag: int, expected: int, **more: Any) -> dict[str, Any]:
     )
     truth = np.full(4, float(expected), np.float32)
     return {
-        "states": always((given,)),
+        "states": (given,),
         **runs(np.full(4, float(tag), np.float32), truth),
         "reference": references(outputs=truth),
     }
 
 
 @known("F1", "F/STATE_POSITION_MISMATCH", "tagged 9 tokens, the request says 11")
-def wrong_position(refuted: bool) -> Subject:
+def wrong_position(refuted: bool) -> GivenSubject:
     return Subject(**positions(11 if refuted else 9, 11, written_by="prefill"))
 
 
 @known("F2", "F/PAD_TOKENS_IN_STATE", "16 tokens too many")
-def pads_in_state(refuted: bool) -> Subject:
+def pads_in_state(refuted: bool) -> GivenSubject:
     rows = Rows(name="batch", step=0, is_valid=(False,) * 16 + (True,) * 11, written_at=(0,) * 27)
-    return Subject(valid_rows=always((rows,)), **positions(11 if refuted else 27, 11, written_by="prefill"))
+    return Subject(valid_rows=(rows,), **positions(11 if refuted else 27, 11, written_by="prefill"))
 
 
 @known("F4", "F/ROW_STATE_SWAP", "[2, 1, 0] matches best")
-def swapped_rows(refuted: bool) -> Subject:
+def swapped_rows(refuted: bool) -> GivenSubject:
     values = [rng(i).normal(size=(4, 4)).astype(np.float32) for i in range(3)]
     q = rng(9).normal(size=(3, 4)).astype(np.float32)
 
@@ -359,7 +335,7 @@ def swapped_rows(refuted: bool) -> Subject:
 
     served = answer((0, 1, 2) if refuted else (2, 1, 0))
     return Subject(
-        states=always(tuple(state(value=array("S", v), written_by="decode") for v in values)),
+        states=tuple(state(value=array("S", v), written_by="decode") for v in values),
         recompute_rows=lambda order: array("y", answer(order)),
         reference=references(outputs=answer((0, 1, 2))),
         **runs(served, served),
@@ -367,7 +343,7 @@ def swapped_rows(refuted: bool) -> Subject:
 
 
 @known("G1", "G/FULLY_MASKED_ROW", "row 2 of scores is all -inf")
-def masked_row(refuted: bool) -> Subject:
+def masked_row(refuted: bool) -> GivenSubject:
     scores = rng().normal(size=(5, 4)).astype(np.float32)
     scores[2, (1 if refuted else 0) :] = -np.inf
     top = scores.max(-1, keepdims=True)
@@ -375,7 +351,7 @@ def masked_row(refuted: bool) -> Subject:
     if refuted:
         shifted[2] = np.nan
     inputs = (array("scores", scores), array("max", top))
-    return Subject(first_bad_op=always(Op(name="sub", inputs=inputs, outputs=(array("shifted", shifted),))))
+    return Subject(first_bad_op=Op(name="sub", inputs=inputs, outputs=(array("shifted", shifted),)))
 
 
 def split(row_max: np.ndarray, accumulator: np.ndarray) -> Split:
@@ -383,7 +359,7 @@ def split(row_max: np.ndarray, accumulator: np.ndarray) -> Split:
 
 
 @known("G2", "G/EMPTY_SPLIT_MERGE", "split 1 of 2 has no key", "8 values")
-def empty_split(refuted: bool) -> Subject:
+def empty_split(refuted: bool) -> GivenSubject:
     m = np.float32([0.3, 0.1 if refuted else -np.inf])
     parts = np.ones((2, 8), np.float32)
     parts[1] = np.nan
@@ -392,21 +368,21 @@ def empty_split(refuted: bool) -> Subject:
     inputs = (array("scale", scale), array("acc", parts))
     op = Op(name="matmul", inputs=inputs, outputs=(array("y", scale @ parts),), producers=(exp,))
     splits = tuple(split(m[i : i + 1], parts[i]) for i in range(2))
-    return Subject(first_bad_op=always(op), splits=always(splits))
+    return Subject(first_bad_op=op, splits=splits)
 
 
 @known("G2-both", "G/EMPTY_SPLIT_MERGE", "split 0 of 2 has no key")
-def both_splits_empty(refuted: bool) -> Subject:
+def both_splits_empty(refuted: bool) -> GivenSubject:
     m = np.float32([[-np.inf, 0 if refuted else -np.inf]])
     top = m.max(-1, keepdims=True)
     y = m - top + (np.nan if refuted else 0)
     op = Op(name="sub", inputs=(array("m", m), array("top", top)), outputs=(array("y", y),))
     splits = tuple(split(np.zeros(1) if refuted else m[:, i], np.zeros((1, 8), np.float32)) for i in range(2))
-    return Subject(first_bad_op=always(op), splits=always(splits))
+    return Subject(first_bad_op=op, splits=splits)
 
 
 @known("G4", "G/OOB_SCORE_SETS_ROWMAX", "largest exponent is -300")
-def outside_maximum(refuted: bool) -> Subject:
+def outside_maximum(refuted: bool) -> GivenSubject:
     valid = np.full((1, 5), -300, np.float32)
     top = valid.max(-1, keepdims=True) if refuted else np.zeros((1, 1), np.float32)
     shift = Op(name="sub", inputs=(array("scores", valid), array("top", top)), outputs=(array("z", valid - top),))
@@ -416,11 +392,11 @@ def outside_maximum(refuted: bool) -> Subject:
     add = Op(name="sum", inputs=exp.outputs, outputs=(array("total", total),), producers=(exp,))
     inputs = (array("e", e), array("total", total))
     div = Op(name="div", inputs=inputs, outputs=(array("p", e / total),), producers=(add, exp))
-    return Subject(first_bad_op=always(div))
+    return Subject(first_bad_op=div)
 
 
 @known("H1", "H/ROUTER_RENORM_0_OVER_0", "4 chosen gates", "exact 0")
-def router(refuted: bool) -> Subject:
+def router(refuted: bool) -> GivenSubject:
     logits = np.full((2, 16), -110, np.float32)
     logits[1] = -20
     scores = 1 / (1 + np.exp(-logits))
@@ -431,21 +407,18 @@ def router(refuted: bool) -> Subject:
     gate = Op(name="sigmoid", inputs=(array("logits", logits),), outputs=(array("scores", scores),))
     ids = array("ids", np.zeros((2, 4), np.int64))
     gather = Op(
-        name="gather",
-        inputs=(array("scores", scores), ids),
-        outputs=(array("chosen", chosen),),
-        producers=(gate,),
+        name="gather", inputs=(array("scores", scores), ids), outputs=(array("chosen", chosen),), producers=(gate,)
     )
     weights = chosen / total
     if refuted:
         weights[0] = np.nan
     inputs = (array("chosen", chosen), array("total", total))
     div = Op(name="aten.div.Tensor", inputs=inputs, outputs=(array("w", weights),), producers=(gather,))
-    return Subject(first_bad_op=always(div))
+    return Subject(first_bad_op=div)
 
 
 @known("H3", "H/NORM_EPSILON_LOST", "float16 is 0")
-def epsilon(refuted: bool) -> Subject:
+def epsilon(refuted: bool) -> GivenSubject:
     eps = np.float16([1e-4 if refuted else 1e-8])
     variance = np.zeros((3, 1), np.float16)
     total = array("sum", variance + eps)
@@ -454,21 +427,21 @@ def epsilon(refuted: bool) -> Subject:
     y = array("root", root * (np.inf if refuted else 1))
     op = Op(name="rsqrt", inputs=(total,), outputs=(y,), producers=(add,))
     reference = references(op=root.astype(np.float32), chain=np.full((3, 1), 1e4, np.float32))
-    return Subject(first_bad_op=always(op), reference=reference)
+    return Subject(first_bad_op=op, reference=reference)
 
 
 @known("H-other", "H/DIVISION_BY_ZERO", "exact 0")
-def plain_division(refuted: bool) -> Subject:
+def plain_division(refuted: bool) -> GivenSubject:
     x = rng().normal(size=(3, 8)).astype(np.float32)
     divisor = np.float32([[1], [1e-30 if refuted else 0], [2]])
     y = x / divisor
     y[1] = np.inf
     op = Op(name="div", inputs=(array("x", x), array("norm", divisor)), outputs=(array("y", y),))
-    return Subject(first_bad_op=always(op), reference=references(op=y))
+    return Subject(first_bad_op=op, reference=references(op=y))
 
 
 @known("I1", "I/EXP_BEFORE_MASK", "strictly above the diagonal")
-def exp_before_mask(refuted: bool) -> Subject:
+def exp_before_mask(refuted: bool) -> GivenSubject:
     total = rng().uniform(-6, 0, size=64).cumsum().astype(np.float32)
     pairs = total[:, None] - total[None, :]
     if refuted:
@@ -478,11 +451,11 @@ def exp_before_mask(refuted: bool) -> Subject:
     inputs = (array("e", e), array("mask", tril))
     mask = Op(name="mul", inputs=inputs, outputs=(array("decay", e * tril),))
     op = Op(name="exp", inputs=(array("pairs", pairs),), outputs=(array("e", e),), consumers=(mask,))
-    return Subject(first_bad_op=always(op), reference=references(op=np.exp(pairs.astype(np.float64))))
+    return Subject(first_bad_op=op, reference=references(op=np.exp(pairs.astype(np.float64))))
 
 
 @known("I2", "I/DECAY_GATE_INF_TIMES_0", "a weight", "multiplies the Inf by 0")
-def decay_gate(refuted: bool) -> Subject:
+def decay_gate(refuted: bool) -> GivenSubject:
     weight = array("A_log", np.float32([1, 80 if refuted else 90, 2]))
     soft = np.log1p(np.exp(np.float32([[-120.0] * 3])))
     e = array("e", np.exp(weight.values))
@@ -491,11 +464,11 @@ def decay_gate(refuted: bool) -> Subject:
     mul = Op(name="mul", inputs=(e, array("soft", soft)), outputs=(array("g", y),), producers=(made,))
     op = mul if refuted else dataclasses.replace(made, consumers=(mul,))
     reference = references(op=y if refuted else np.exp(weight.values.astype(np.float64)))
-    return Subject(first_bad_op=always(op), reference=reference, weights=sound(weight))
+    return Subject(first_bad_op=op, reference=reference, weights=sound(weight))
 
 
 @known("I3", "I/DELTA_RULE_UNSTABLE", "11.5 > 2", "non-finite from step")
-def unstable_delta(refuted: bool) -> Subject:
+def unstable_delta(refuted: bool) -> GivenSubject:
     k = np.full((60, 4), np.sqrt((1 if refuted else 11.5) / 4), np.float32)
     s, seen = np.zeros((4, 4), np.float32), []
     for k_t, v_t in zip(k, rng().normal(size=(60, 4)).astype(np.float32), strict=True):
@@ -512,11 +485,11 @@ def unstable_delta(refuted: bool) -> Subject:
     out = array("S", np.full((4, 4), np.inf, np.float32))
     history = tuple(x for x in seen if np.isfinite(x))
     op = Op(name="add", inputs=(big,), outputs=(out,), history_absmax=history)
-    return Subject(recurrences=always((r,)), first_bad_op=always(op), reference=references(op=np.full((4, 4), 1e39)))
+    return Subject(recurrences=(r,), first_bad_op=op, reference=references(op=np.full((4, 4), 1e39)))
 
 
 @known("I5", "I/STATE_PRECISION", "exactly 1 in bfloat16")
-def state_precision(refuted: bool) -> Subject:
+def state_precision(refuted: bool) -> GivenSubject:
     gate = np.full(4000, -1e-3)
     decay = np.exp(gate) if refuted else np.ones(4000)
     r = Recurrence(
@@ -527,24 +500,17 @@ def state_precision(refuted: bool) -> Subject:
         state_absmax=array("absmax", np.ones(4000)),
     )
     truth = np.ones(8)
-    return Subject(recurrences=always((r,)), reference=references(outputs=truth), **runs(truth * 1.025, truth))
+    return Subject(recurrences=(r,), reference=references(outputs=truth), **runs(truth * 1.025, truth))
 
 
 @known("J1", "J/RACE_OR_STALE_PAIR", "decay <= 1", "4653", "steps 7, 6")
-def stale_pair(refuted: bool) -> Subject:
-    law = Law(
-        name="decay <= 1",
-        worst=4653,
-        limit=1,
-        holds=False,
-        holds_for_each_operand=not refuted,
-        versions=(7, 6),
-    )
-    return Subject(laws=always((law,)))
+def stale_pair(refuted: bool) -> GivenSubject:
+    law = Law(name="decay <= 1", worst=4653, limit=1, holds=False, holds_for_each_operand=not refuted, versions=(7, 6))
+    return Subject(laws=(law,))
 
 
 @known("J2", "J/RACE_SUSPECTED", "of 40 replays are wrong", "95%", "serialised, 0 of 40")
-def race(refuted: bool) -> Subject:
+def race(refuted: bool) -> GivenSubject:
     """The consumer runs before the producer with probability 0.1; serialising orders them."""
 
     def run(request: Request) -> Outcome:
@@ -552,11 +518,11 @@ def race(refuted: bool) -> Subject:
         early = not ordered and rng(request.number + 1000).random() < 0.1
         return Outcome(outputs=(array("y", np.float32([np.nan if early else 1.0])),), is_wrong=bool(early))
 
-    return Subject(run=run, switches=always((Switch.SERIAL, Switch.FILL_A, Switch.FILL_B)))
+    return Subject(run=run, switches=(Switch.SERIAL, Switch.FILL_A, Switch.FILL_B))
 
 
 @known("K1", "K/WEIGHT_MUTATED", "directly after kv buffer", "8 elements differ")
-def wild_write(refuted: bool) -> Subject:
+def wild_write(refuted: bool) -> GivenSubject:
     memory = rng().normal(size=192).astype(np.float32)
     before = memory[128:].reshape(8, 8).copy()
     memory[128:136] = np.nan
@@ -568,7 +534,7 @@ def wild_write(refuted: bool) -> Subject:
     op = Op(name="linear", inputs=(array("x", x),), weights=(weight,), outputs=(array("y", y),))
     w = Weight(name="w", now=weight, at_load=loaded, neighbour="kv buffer")
     parts = runs(y, x @ before.T, Switch.RELOADED_WEIGHTS)
-    return Subject(weights=always((w,)), first_bad_op=always(op), **parts)
+    return Subject(weights=(w,), first_bad_op=op, **parts)
 
 
 EXPERTS = {i: f"hash of expert {i}" for i in range(10)}
@@ -579,16 +545,16 @@ def slot(number: int, expert: int, holds: int) -> Slot:
 
 
 @known("L1", "L/EXPERT_SLOT_MISMATCH", "says expert 7", "that of expert 3", "1 of 1 hit rows are bad")
-def slot_mismatch(refuted: bool) -> Subject:
+def slot_mismatch(refuted: bool) -> GivenSubject:
     rows = (
         RoutedRow(row=0, expert=7, path="hit", is_bad=True, slot=2),
         RoutedRow(row=1, expert=5, path="miss", is_bad=False),
     )
-    return Subject(slots=always((slot(2, 7, 7 if refuted else 3),)), routed_rows=always(rows))
+    return Subject(slots=(slot(2, 7, 7 if refuted else 3),), routed_rows=rows)
 
 
 @known("L2", "L/EVICTED_IN_USE", "expert 5")
-def evicted(refuted: bool) -> Subject:
+def evicted(refuted: bool) -> GivenSubject:
     events = (
         *(Event(kind="need", what=f"expert {i}", step=4) for i in (5, 2, 9)),
         Event(kind="load", what="expert 5", step=4),
@@ -596,11 +562,11 @@ def evicted(refuted: bool) -> Subject:
         Event(kind="load", what="expert 2", step=4),
         *(Event(kind="read", what=f"expert {i}", step=4) for i in (5, 2, 9)),
     )
-    return Subject(events=always(events), slots=always((slot(0, 5, 5 if refuted else 2),)))
+    return Subject(events=events, slots=(slot(0, 5, 5 if refuted else 2),))
 
 
 @known("L5", "L/UNWRITTEN_DST_ROW", "rows [1]", "1 of 2 hit rows are bad")
-def unwritten_destination(refuted: bool) -> Subject:
+def unwritten_destination(refuted: bool) -> GivenSubject:
     y = rng().normal(size=(3, 8)).astype(np.float32)
 
     def run(request: Request) -> Outcome:
@@ -612,15 +578,15 @@ def unwritten_destination(refuted: bool) -> Subject:
     rows = tuple(RoutedRow(row=i, expert=i, path=p, is_bad=i == 1, slot=i) for i, p in enumerate(paths))
     return Subject(
         run=run,
-        switches=always((Switch.POISON_DESTINATIONS,)),
-        routed_rows=always(rows),
-        slots=always((slot(0, 0, 0), slot(1, 1, 1))),
+        switches=(Switch.POISON_DESTINATIONS,),
+        routed_rows=rows,
+        slots=(slot(0, 0, 0), slot(1, 1, 1)),
         reference=references(outputs=y),
     )
 
 
 @known("M1", "M/BAD_WEIGHT", "row 10", "block 2 of 32", "7e00")
-def bad_weight(refuted: bool) -> Subject:
+def bad_weight(refuted: bool) -> GivenSubject:
     w = rng().normal(size=(64, 256)).astype(np.float16)
     w[10, 64:96] = np.array(0x7E00, np.uint16).view(np.float16)
     x = rng(1).normal(size=(5, 256)).astype(np.float16)
@@ -631,65 +597,65 @@ def bad_weight(refuted: bool) -> Subject:
         zero = request.switch is Switch.ZERO_INPUTS
         return Outcome(outputs=(array("y", np.zeros_like(y) if zero and refuted else y),))
 
-    switches = always((Switch.ZERO_INPUTS,))
-    return Subject(weights=sound(weight), first_bad_op=always(op), run=run, switches=switches)
+    switches = (Switch.ZERO_INPUTS,)
+    return Subject(weights=sound(weight), first_bad_op=op, run=run, switches=switches)
 
 
 @known("M2", "M/ZEROED", "up.weight is all zeros")
-def zeroed(refuted: bool) -> Subject:
+def zeroed(refuted: bool) -> GivenSubject:
     w = np.zeros((8, 8), np.float32)
     w[0, 0] = 1e-3 if refuted else 0
     x = rng().normal(size=(2, 8)).astype(np.float32)
     weight = array("up.weight", w)
     op = Op(name="linear", inputs=(array("x", x),), weights=(weight,), outputs=(array("y", x @ w.T),))
-    return Subject(weights=sound(weight, array("bias", np.zeros(8))), first_bad_op=always(op))
+    return Subject(weights=sound(weight, array("bias", np.zeros(8))), first_bad_op=op)
 
 
 @known("M2-short", "M/TRUNCATED", "declares 4,096 bytes, the file has 4,000")
-def truncated(refuted: bool) -> Subject:
+def truncated(refuted: bool) -> GivenSubject:
     found = 4096 if refuted else 4000
     w = Weight(name="down", num_bytes=4096, num_bytes_found=found, hash_now="a", hash_at_load="a")
-    return Subject(weights=always((w,)))
+    return Subject(weights=(w,))
 
 
 @known("N1", "N/NAN_LAUNDERED", "became token 3")
-def laundered(refuted: bool) -> Subject:
+def laundered(refuted: bool) -> GivenSubject:
     logits = np.full(16, 0 if refuted else np.nan, np.float32)
-    return Subject(sampled=always((Sampled(row=0, logits=array("logits", logits), token_id=3),)))
+    return Subject(sampled=(Sampled(row=0, logits=array("logits", logits), token_id=3),))
 
 
 @known("N3", "N/EMPTY_MASK", "allows none of 16 tokens")
-def empty_mask(refuted: bool) -> Subject:
+def empty_mask(refuted: bool) -> GivenSubject:
     allowed = np.zeros(16, bool)
     allowed[5] = refuted
     logits = array("logits", rng().normal(size=16))
     row = Sampled(row=0, logits=logits, token_id=0, allowed=array("allowed", allowed))
-    return Subject(sampled=always((row,)))
+    return Subject(sampled=(row,))
 
 
-def compiled(wrong: np.ndarray, right: np.ndarray, refuted: bool) -> Subject:
+def compiled(wrong: np.ndarray, right: np.ndarray, refuted: bool) -> GivenSubject:
     """One fused op that is wrong compiled; refuted: eager is wrong as well."""
     op = Op(name="fused", inputs=(array("x", right),), outputs=(array("y", wrong),))
     cures = () if refuted else (Switch.EAGER,)
     useless = (Switch.EAGER, Switch.EXACT_BUCKET, Switch.FILL_A, Switch.FILL_B)
-    return Subject(first_bad_op=always(op), **runs(wrong, right, *cures, useless=useless))
+    return Subject(first_bad_op=op, **runs(wrong, right, *cures, useless=useless))
 
 
 @known("O1", "O/COMPARE_MASK_AS_FLOAT", "ffffffff", "eager: clean")
-def mask_as_float(refuted: bool) -> Subject:
+def mask_as_float(refuted: bool) -> GivenSubject:
     x = rng().normal(size=8).astype(np.float32)
     ones = np.where(x > 0, np.uint32(0xFFFFFFFF), np.uint32(0)).view(np.float32)
     return compiled(ones, x, refuted)
 
 
 @known("O-other", "O/COMPILED_DIFFERS", "eager: clean")
-def compiled_differs(refuted: bool) -> Subject:
+def compiled_differs(refuted: bool) -> GivenSubject:
     x = rng().normal(size=8).astype(np.float32)
     return compiled(np.where(x > 0, np.nan, x).astype(np.float32), x, refuted)
 
 
 @known("P1", "P/ZERO_OUTPUT", "mm in layer", "stores all zeros")
-def zero_output(refuted: bool) -> Subject:
+def zero_output(refuted: bool) -> GivenSubject:
     x = array("x", rng().normal(size=(3, 8)).astype(np.float32))
     w = array("w", rng(1).normal(size=(8, 8)).astype(np.float32) * (0 if refuted else 1))
     y = array("y", np.zeros((3, 8), np.float32))
@@ -698,11 +664,11 @@ def zero_output(refuted: bool) -> Subject:
     mean = Op(name="mean", inputs=(y,), outputs=(variance,), producers=(mm,))
     root = np.full((3, 1), np.inf, np.float32)
     op = Op(name="rsqrt", inputs=(variance,), outputs=(array("root", root),), producers=(mean,))
-    return Subject(first_bad_op=always(op), reference=references(op=root, chain=np.ones((3, 1))))
+    return Subject(first_bad_op=op, reference=references(op=root, chain=np.ones((3, 1))))
 
 
 @known("P-other", "P/KERNEL_WRONG", "other backend: clean")
-def kernel_wrong(refuted: bool) -> Subject:
+def kernel_wrong(refuted: bool) -> GivenSubject:
     x, w = rng().normal(size=(3, 8)).astype(np.float32), rng(1).normal(size=(8, 8)).astype(np.float32)
     right = x @ w
     wrong = right.copy()
@@ -711,7 +677,7 @@ def kernel_wrong(refuted: bool) -> Subject:
     cures = () if refuted else (Switch.OTHER_BACKEND,)
     useless = (Switch.FILL_A, Switch.FILL_B, Switch.EAGER, Switch.OTHER_BACKEND)
     return Subject(
-        first_bad_op=always(op),
+        first_bad_op=op,
         reference=references(op=right),
         weights=sound(array("w", w)),
         **runs(wrong, right, *cures, useless=useless),
@@ -719,24 +685,24 @@ def kernel_wrong(refuted: bool) -> Subject:
 
 
 @known("Q1", "Q/STATE_KEPT_PAST_ACCEPTED", "4 from 20, 2 accepted", "left it at 24")
-def kept_past_accepted(refuted: bool) -> Subject:
+def kept_past_accepted(refuted: bool) -> GivenSubject:
     window = Window(start=20, num_tokens=4, num_accepted=2)
     return Subject(**positions(22 if refuted else 24, 22, written_by="verify", window=window))
 
 
 @known("Q2", "Q/STATE_READ_AT_WRONG_COLUMN", "tagged 21 tokens, the request says 22")
-def wrong_column(refuted: bool) -> Subject:
+def wrong_column(refuted: bool) -> GivenSubject:
     window = Window(start=20, num_tokens=4, num_accepted=2)
     return Subject(**positions(22 if refuted else 21, 22, written_by="verify", window=window))
 
 
 @known("R1", "R/LAST_TOKEN_REAPPLIED", "came by a restore", "+1 token")
-def reapplied(refuted: bool) -> Subject:
+def reapplied(refuted: bool) -> GivenSubject:
     return Subject(**positions(12 if refuted else 13, 12, written_by="restore"))
 
 
 @known("R-other", "R/STATE_LOST_IN_TRANSFER", "came by a transfer")
-def lost_in_transfer(refuted: bool) -> Subject:
+def lost_in_transfer(refuted: bool) -> GivenSubject:
     value = np.ones((4, 4), np.float32)
     given = state(
         value=array("S", value),
@@ -748,25 +714,25 @@ def lost_in_transfer(refuted: bool) -> Subject:
         owner="a",
         expected_owner="a",
     )
-    return Subject(states=always((given,)))
+    return Subject(states=(given,))
 
 
-def combine(*weights: float) -> Subject:
+def combine(*weights: float) -> GivenSubject:
     """A collective over three ranks whose parts were taken ``weights`` times."""
     parts = [rng(i).normal(size=(3, 8)) for i in range(3)]
     result = sum(w * p for w, p in zip(weights, parts, strict=True))
     named = tuple(array("part", p) for p in parts)
     c = Collective(name="layer 1 combine", parts=named, result=array("sum", result))
-    return Subject(collectives=always((c,)))
+    return Subject(collectives=(c,))
 
 
 @known("S", "S/PARTIAL_MISSING", "without rank 1")
-def missing_part(refuted: bool) -> Subject:
+def missing_part(refuted: bool) -> GivenSubject:
     return combine(1, 1 if refuted else 0, 1)
 
 
 @known("S-double", "S/PARTIAL_DOUBLED", "rank 2 twice")
-def doubled_part(refuted: bool) -> Subject:
+def doubled_part(refuted: bool) -> GivenSubject:
     return combine(1, 1, 1 if refuted else 2)
 
 
@@ -778,26 +744,26 @@ def bf16(x: np.ndarray) -> np.ndarray:
 
 
 @known("T1", "T/POSITION_ROUNDED", "position 4097 is used as 4096 in bfloat16")
-def rounded_position(refuted: bool) -> Subject:
+def rounded_position(refuted: bool) -> GivenSubject:
     exact = np.array([0, 1, 128, 4097, 100001])
     used = exact.astype(np.float64) if refuted else bf16(exact)
     pair = Positions(exact=array("pos", exact), used=array("pos", used, "bfloat16"))
-    return Subject(positions=always(pair))
+    return Subject(positions=pair)
 
 
 @known("T1-inf", "T/POSITION_ROUNDED", "cannot hold them")
-def position_overflows(refuted: bool) -> Subject:
+def position_overflows(refuted: bool) -> GivenSubject:
     exact = array("pos", np.array([1, 60000 if refuted else 65520], np.int64))
     used = array("p", exact.values.astype(np.float16))
     cast = Op(name="_to_copy", inputs=(exact,), outputs=(used,))
     cosine = array("cos", np.cos(used.values) * (np.nan if refuted else 1))
     angle = Op(name="cos", inputs=(used,), outputs=(cosine,), producers=(cast,))
     op = angle if refuted else dataclasses.replace(cast, consumers=(angle,))
-    return Subject(first_bad_op=always(op), reference=references(op=exact.values.astype(np.float32)))
+    return Subject(first_bad_op=op, reference=references(op=exact.values.astype(np.float32)))
 
 
 @known("U", "U/SINGLE_BIT", "one bit", "other device: clean")
-def single_bit(refuted: bool) -> Subject:
+def single_bit(refuted: bool) -> GivenSubject:
     w = rng().normal(size=(4, 4)).astype(np.float32)
     loaded = w.copy()
     w.view(np.uint32)[2, 1] ^= np.uint32(1 << 30)
@@ -805,8 +771,8 @@ def single_bit(refuted: bool) -> Subject:
     op = Op(name="linear", inputs=(array("x", x),), weights=(array("w", w),), outputs=(array("y", x @ w.T),))
     cures = () if refuted else (Switch.OTHER_DEVICE,)
     return Subject(
-        weights=always((Weight(name="w", now=array("w", w), at_load=array("w", loaded)),)),
-        first_bad_op=always(op),
+        weights=(Weight(name="w", now=array("w", w), at_load=array("w", loaded)),),
+        first_bad_op=op,
         reference=references(op=x @ w.T, outputs=x @ loaded.T),
         **runs(x @ w.T, x @ loaded.T, *cures, useless=(Switch.OTHER_DEVICE,)),
     )
@@ -838,15 +804,15 @@ def test_the_refuter_flips_it(case):
     assert verdict.key != KNOWN[case].expected, verdict.statement
 
 
-@cache
-def tests_that_spoke(case: str) -> frozenset[str]:
-    """Names of the tests whose facts a case's verdict rests on: without any other it cannot change."""
+@functools.cache
+def steps_that_spoke(case: str) -> frozenset[str]:
+    """Names of the steps whose facts a case's verdict rests on: without any other it cannot change."""
     return frozenset(e.test for e in verdict_on(case).evidence)
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda s: s.name)
 def test_a_test_taken_away_leaves_undecided_never_wrong(step):
-    cases = [case for case in KNOWN if step.name in tests_that_spoke(case)]
+    cases = [case for case in KNOWN if step.name in steps_that_spoke(case)]
     rest = [s for s in STEPS if s is not step]
     verdicts = {case: verdict_on(case, steps=rest) for case in cases}
     wrong = {c: v.key for c, v in verdicts.items() if v.decided and v.key != KNOWN[c].expected}

@@ -17,6 +17,7 @@ from firetower.attach.investigate_runs import FirstRun, OpRun, SecondRun, first_
 from firetower.attach.state import CallState
 from firetower.core.errors import InvestigateError
 from firetower.core.records import Fire, TensorSummary
+from firetower.core.verdict import Verdict
 from firetower.fires.safe import SafeStore
 from firetower.fires.store import Store
 from firetower.sensors.ops_events import Cause, LaunderEvent, OpEvent
@@ -43,6 +44,7 @@ class Investigation:
         fire: the incident as stored; None when nothing burned.
         result: what the first run returned, None where it raised.
         error: the exception of the first run in words, None where it returned.
+        verdict: class of cause, where the lab judged it (`firetower.investigate` does).
     """
 
     burned: bool
@@ -59,6 +61,7 @@ class Investigation:
     fire: Fire | None = None
     result: Any = None
     error: str | None = None
+    verdict: Verdict | None = None
 
     def __str__(self) -> str:
         return page(self)

@@ -10,6 +10,7 @@ from firetower.sensors.ops_events import KIND_NAMES
 
 if TYPE_CHECKING:
     from firetower.attach.investigate import Investigation
+    from firetower.core.verdict import Verdict
     from firetower.sensors.ops_events import OpEvent
 
 _MAX_LINES = 6
@@ -18,6 +19,16 @@ _MAX_LINES = 6
 def page(found: Investigation) -> str:
     """The page: verdict first, then the evidence, then what to do next."""
     return "\n".join([_headline(found), *(f"  {label:<10} {text}".rstrip() for label, text in _lines(found))])
+
+
+def _verdict_lines(verdict: Verdict) -> Iterator[tuple[str, str]]:
+    if verdict.decided:
+        yield "verdict", f"{verdict.detail} (family {verdict.family}). {verdict.statement}"
+        yield "refuter", verdict.refuter
+        yield "cure", f"{verdict.cure} (retriable: {verdict.retriable}; spoils: {verdict.scope})"
+    else:
+        yield "verdict", f"undecided. {verdict.statement}"
+    yield "next test", f"{verdict.next_test}: {verdict.next_command}"
 
 
 def _headline(found: Investigation) -> str:
@@ -55,6 +66,8 @@ def _lines(found: Investigation) -> Iterator[tuple[str, str]]:
     yield from _first_few("laundered", [f"by {e}" for e in found.laundered])
     yield from _run_lines(found)
     yield from _first_few("note", list(found.notes))
+    if found.verdict is not None:
+        yield from _verdict_lines(found.verdict)
     if found.fire is not None:
         yield "fire", f"{found.fire.id}; next: firetower fires show {found.fire.id}"
 

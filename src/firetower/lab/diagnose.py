@@ -215,9 +215,10 @@ def _place(look: Look) -> str:
 
 def _evidence(case: _Case) -> tuple[Evidence, ...]:
     found = []
+    speaking = [(c.key, {f.name for f in c.speaks_against(case.facts)}) for c in CAUSES]
     for name, f in case.facts.items():
         supports = {c.key for c in CAUSES if name in c.requires and f.holds}
-        against = {c.key for c in CAUSES if f in c.speaks_against(case.facts)}
+        against = {key for key, names in speaking if name in names}
         found.append(
             Evidence(
                 test=case.step_of(f),

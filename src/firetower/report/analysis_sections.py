@@ -30,7 +30,10 @@ def conclusion(a: Analysis) -> Html:
 
 def traits(a: Analysis) -> Html:
     """Invariant and varying properties."""
-    rows = [(t.name, _values(t), _agreement(t), f"{t.num_known} of {t.num_fires}") for t in a.traits]
+    rows = [
+        (t.name, _values(t), _agreement(t), el("span", f"{t.num_known} of {t.num_fires}", class_="nowrap"))
+        for t in a.traits
+    ]
     return section(
         "Invariant and varying",
         table(("property", "values (fires)", "", "known"), rows, wide=(1,)),

@@ -34,7 +34,8 @@ dt{color:var(--soft);font-size:.8rem}
 dd{margin:0}
 .scroll{overflow-x:auto;margin:.5rem 0}
 table{border-collapse:collapse;width:100%;font-size:.9rem}
-th,td{text-align:left;vertical-align:top;padding:.4rem .6rem;border-bottom:1px solid var(--line);overflow-wrap:break-word}
+th,td{text-align:left;vertical-align:top;padding:.4rem .6rem;border-bottom:1px solid var(--line);
+overflow-wrap:break-word}
 th{color:var(--soft);font-weight:600;font-size:.8rem}
 td{min-width:4.5rem}
 td.wide,th.wide{min-width:17rem}
@@ -47,7 +48,8 @@ white-space:nowrap;margin-right:.3rem}
 .headline{font-size:1.1rem;font-weight:600;margin:0 0 .5rem}
 .steps{list-style:none;
 display:flex;flex-wrap:wrap;gap:.4rem 1.35rem;padding:0;counter-reset:n}
-.steps li{position:relative;padding:.3rem .65rem;border:1px solid var(--line);border-radius:.4rem;font-size:.85rem;margin:0}
+.steps li{position:relative;
+padding:.3rem .65rem;border:1px solid var(--line);border-radius:.4rem;font-size:.85rem;margin:0}
 .steps li+li::before{content:"\2192";position:absolute;left:-1.15rem;color:var(--soft)}
 .steps li.fire{border-color:var(--fire);font-weight:600}
 .map{width:auto}
@@ -83,17 +85,23 @@ svg .dot{stroke:none}
 svg .d1{stroke-dasharray:7 3}svg .d2{stroke-dasharray:2 3}svg .d3{stroke-dasharray:9 3 2 3}
 details{margin:.5rem 0}
 summary{cursor:pointer;color:var(--accent)}
-button,input{font:inherit;font-size:.85rem;padding:.3rem .7rem;border:1px solid var(--line);border-radius:.4rem;background:var(--card);
+button,input{font:inherit;
+font-size:.85rem;padding:.3rem .7rem;border:1px solid var(--line);border-radius:.4rem;background:var(--card);
 color:var(--ink)}
 [data-js]{display:none}
 .js [data-js]{display:inline-block}
-@media(max-width:40rem){h1{font-size:1.35rem}section{padding:.9rem}.columns{columns:1}dl{grid-template-columns:1fr}
+.nowrap{white-space:nowrap}
+@media(max-width:40rem){.map th,.map td{min-width:0;padding:.15rem .28rem;font-size:.72rem}
+h1{font-size:1.35rem}section{padding:.9rem}.columns{columns:1}dl{grid-template-columns:1fr}
 header,main,footer{padding-left:.75rem;padding-right:.75rem}}
-@media print{:root{--bg:#fff;--card:#fff;--ink:#000;--soft:#444;--line:#bbb;--fire:#8c2400;--fire-bg:#f6ddd0;--ok:#1d5235;
+@media print{:root{
+--bg:#fff;--card:#fff;--ink:#000;--soft:#444;--line:#bbb;--fire:#8c2400;--fire-bg:#f6ddd0;--ok:#1d5235;
 --ok-bg:#e4efe8;--warn:#6b4500;--warn-bg:#f5ecd2;--mute-bg:#f2f2f2;--accent:#000}
-body{font-size:10.5pt}nav,.js [data-js]{display:none}section{border:0;border-top:1px solid #bbb;border-radius:0;padding:.6rem 0}
+body{font-size:10.5pt}
+nav,.js [data-js]{display:none}section{border:0;border-top:1px solid #bbb;border-radius:0;padding:.6rem 0}
 h2,h3{break-after:avoid}tr,li,figure{break-inside:avoid}.scroll{overflow:visible}td.wide,th.wide{min-width:0}
-table{font-size:8.5pt}.map td,.map th,.grid td,.grid th,.grid th:first-child{min-width:0;padding:.15rem .3rem}pre{white-space:pre-wrap}
+table{font-size:8.5pt}
+.map td,.map th,.grid td,.grid th,.grid th:first-child{min-width:0;padding:.15rem .3rem}pre{white-space:pre-wrap}
 details::details-content{content-visibility:visible;height:auto;block-size:auto}*{print-color-adjust:exact}}
 """
 

@@ -118,7 +118,7 @@ def test_fires_that_do_not_persist_leave_the_others_counted(burning_server, capt
 
 
 def test_a_poisoned_server_is_restarted_and_the_plan_is_made_in_full(burning_server, capture, settings, tmp_path):
-    with burning_server("poison", 0.4, seed=5) as server:
+    with burning_server("poison", 0.6, seed=5) as server:
         script = f"import urllib.request as u; u.urlopen(u.Request('{server.url}/restart', method='POST')).read()"
         command = f'"{sys.executable}" -c "{script}"'
         how = {"isolation": Isolation.RESTART, "restart_command": command, "restart_wait_s": 10.0}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from functools import cache
 from typing import Literal
 
 from firetower.lab.discriminate.step import Fact
@@ -52,12 +53,7 @@ class Cause:
 
     def speaks_against(self, facts: Mapping[str, Fact]) -> list[Fact]:
         """The facts that rule it out."""
-        names = [
-            *((n, False) for n in self.requires),
-            *((n, True) for n in self.excludes),
-            *((n.removeprefix("not "), not n.startswith("not ")) for n in self.against),
-        ]
-        return [facts[n] for n, holds in names if n in facts and facts[n].holds is holds]
+        return [facts[n] for n, holds in _against(self) if n in facts and facts[n].holds is holds]
 
     def speaks_for(self, facts: Mapping[str, Fact]) -> list[Fact]:
         """The required facts that hold."""
@@ -70,6 +66,16 @@ class Cause:
     def unknown(self, facts: Mapping[str, Fact]) -> list[str]:
         """Names of the facts that are still missing, required ones first."""
         return [n for n in (*self.requires, *self.excludes) if n not in facts]
+
+
+@cache
+def _against(cause: Cause) -> tuple[tuple[str, bool], ...]:
+    """(fact, value) that rule a cause out."""
+    return (
+        *((n, False) for n in cause.requires),
+        *((n, True) for n in cause.excludes),
+        *((n.removeprefix("not "), not n.startswith("not ")) for n in cause.against),
+    )
 
 
 def _cause(key: str, requires: str, excludes: str = "", against: tuple[str, ...] = ()) -> Cause:

@@ -131,7 +131,7 @@ def ignition_curve(positions: Sequence[Position], *, confidence: float = 0.95) -
 def _fit(positions: Sequence[Position]) -> Any:
     try:
         # pandas comes with it and takes a second: only who asks for a curve pays
-        from statsmodels.duration.survfunc import SurvfuncRight  # type: ignore[import-untyped]
+        from statsmodels.duration.survfunc import SurvfuncRight
     except ImportError:
         raise MissingExtraError("an ignition curve", "lab") from None
     return SurvfuncRight([p.at for p in positions], [int(p.fired) for p in positions])
