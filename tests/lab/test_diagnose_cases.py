@@ -42,7 +42,7 @@ from firetower.lab.subject import (
     Window,
     array,
     hash_of,
-)
+)  # fmt: skip
 from firetower.lab.subjects.given import LISTS, GivenSubject
 
 NUM_REPLAYS = 40

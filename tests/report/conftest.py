@@ -79,10 +79,12 @@ def make_fire() -> Callable[..., Fire]:
             "origin": Signal(stage="down", layer=12, module="model.layers.12.mlp.down_proj"),
             "first": NAN,
             "outcome": Outcome.RAISED,
-            "bad_signals": signals(("down", 12), ("output", 12), ("input", 13), ("kv", 13), ("attention", 13), ("logits", None)),
+            "bad_signals": signals(
+                ("down", 12), ("output", 12), ("input", 13), ("kv", 13), ("attention", 13), ("logits", None)
+            ),
             "coverage": (213, 213),
             "token_ids": (777001, 777002, 777003),
-        }  # fmt: skip
+        }
         return Fire(**(defaults | fields))
 
     return make
@@ -95,11 +97,25 @@ VERDICT = Verdict(
     statement="A weight is non-finite as loaded (layer 12 down): down_proj.weight has 3 NaN at row 10.",
     evidence=(
         Evidence(test="weights-sound", statement="3 of 8,192 elements are NaN", supports=("M/BAD_WEIGHT",)),
-        Evidence(test="state-at-start", statement="the state is zero at request start", against=("E/STATE_NOT_CLEARED",)),
+        Evidence(
+            test="state-at-start", statement="the state is zero at request start", against=("E/STATE_NOT_CLEARED",)
+        ),
     ),
     rivals=(
-        Rival(family="K", detail="WEIGHT_MUTATED", status="open", why="nobody hashed the weight at load", test="weights-vs-load"),
-        Rival(family="A", detail="OVERFLOW_ACTIVATION", status="excluded", why="the first bad value is a NaN", test="first-value"),
+        Rival(
+            family="K",
+            detail="WEIGHT_MUTATED",
+            status="open",
+            why="nobody hashed the weight at load",
+            test="weights-vs-load",
+        ),
+        Rival(
+            family="A",
+            detail="OVERFLOW_ACTIVATION",
+            status="excluded",
+            why="the first bad value is a NaN",
+            test="first-value",
+        ),
     ),
     refuter="the weight is finite, or its op is finite for zero inputs",
     next_test="zero-inputs",
@@ -110,7 +126,7 @@ VERDICT = Verdict(
     ignition="M/BAD_WEIGHT: a weight is non-finite as loaded",
     persistence="the file: every process that loads it",
     not_testable=("slots: the subject has no such part", "laws: the subject has no such part"),
-)  # fmt: skip
+)
 
 
 @pytest.fixture
@@ -132,17 +148,20 @@ def view(make_fire: Callable[..., Fire]) -> FireView:
         fire=fire,
         verdict=VERDICT,
         verdict_source="stored with the fire",
-        resembles=(("looks like M bad-weight because a weight is bad", "5 of 172 public reports; firetower scan PATH"),),
+        resembles=(
+            ("looks like M bad-weight because a weight is bad", "5 of 172 public reports; firetower scan PATH"),
+        ),
         last_seen="2026-12-01T07:00:00.000Z",
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture
 def campaign() -> CampaignCurves:
     """Two arms: one that fires, one that stays clean."""
     points = tuple(
-        RatePoint(tries=n, fires=n // 6, lower=max(0.0, n // 6 / n - 0.3), upper=min(1.0, n // 6 / n + 0.4)) for n in range(1, 41)
-    )  # fmt: skip
+        RatePoint(tries=n, fires=n // 6, lower=max(0.0, n // 6 / n - 0.3), upper=min(1.0, n // 6 / n + 0.4))
+        for n in range(1, 41)
+    )
     clean = tuple(RatePoint(tries=n, fires=0, lower=0.0, upper=min(1.0, 5 / n)) for n in range(1, 41))
     survival = (
         SurvivalPoint(position=12, surviving=0.9, lower=0.7, upper=0.97),
@@ -152,7 +171,12 @@ def campaign() -> CampaignCurves:
         title="Campaign 20261201-080000-ab: tiny",
         arms=(
             ArmCurve(
-                name="base", settings="", points=points, sentence="6 fires in 40 tries: rate .150", survival=survival, last=128,
+                name="base",
+                settings="",
+                points=points,
+                sentence="6 fires in 40 tries: rate .150",
+                survival=survival,
+                last=128,
                 survival_sentence="6 fires in 40 tries; fewer than half had fired by the furthest position, 128",
             ),
             ArmCurve(name="eager", settings="eager=true", points=clean, sentence="0 fires in 40 tries"),
@@ -160,7 +184,7 @@ def campaign() -> CampaignCurves:
         sentences=("The arms differ (p=.026).", "Rate of eager minus rate of base: -.150."),
         notes=("tries ran in one process that was never started anew: they may depend on each other",),
         facts=(("capture", "cap-1"), ("target", "http://127.0.0.1:8000 (server)")),
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture

@@ -82,18 +82,18 @@ def judge(drill: Drill, variant: Variant, fault: Case, twin: Case) -> Judgement:
         statement=verdict.statement,
         undecided_between=verdict.undecided_between,
         declared_open=variant.undecided_between,
-        is_detected=verdict.decided or is_wrong(subject),
+        is_detected=verdict.decided or is_wrong(subject, replays),
         unnamed=tuple(p for p in fault.places if p not in _text(verdict)),
         refuter=refuter.test,
         refuted=diagnose(refuter.flip(subject), num_replays=replays).key,
-        twin_said=of_twin.key if of_twin.decided else "its request is wrong" if is_wrong(clean) else None,
+        twin_said=of_twin.key if of_twin.decided else "its request is wrong" if is_wrong(clean, replays) else None,
     )
 
 
-def is_wrong(subject: Evidence) -> bool:
-    """Whether the request as it was served went wrong: a bad value, or far from what it should be."""
+def is_wrong(subject: Evidence, num_replays: int) -> bool:
+    """Whether a run of the request went wrong: a bad value, or far from what it should be."""
     look = Look(subject)
-    return look.has("run") and bool(look.is_wrong(look.outcome()))
+    return look.has("run") and any(look.is_wrong(look.outcome(number=i)) for i in range(num_replays))
 
 
 def _text(verdict: Verdict) -> str:

@@ -303,3 +303,26 @@ class TinyRecurrent(nn.Module):
             read.append(torch.einsum("bk,bkv->bv", q[:, t], state))
         states[0] = state
         return TinyOutput(self.lm_head(x + self.out(torch.stack(read, 1))), cache)
+
+
+class ChunkDecays(nn.Module):
+    """Pairwise decays [H, C, C] of the second of two chunks of log steps [H, 2 C].
+
+    ``stale``: the column totals are still those of the first chunk. ``totals`` keeps what each chunk wrote.
+    """
+
+    def __init__(self, chunk: int, *, stale: bool) -> None:
+        super().__init__()
+        self.chunk, self.stale = chunk, stale
+        self.totals: tuple[Tensor, ...] = ()
+
+    def forward(self, steps: Tensor) -> Tensor:
+        """exp(row total - column total) for columns up to the row, 0 above."""
+        self.totals = tuple(x.cumsum(-1).detach() for x in (steps[:, : self.chunk], steps[:, -self.chunk :]))
+        return self.matrix(rows=1, columns=0 if self.stale else 1)
+
+    def matrix(self, *, rows: int, columns: int) -> Tensor:
+        """The matrix with row totals of one chunk and column totals of one."""
+        pairs = self.totals[rows][:, :, None] - self.totals[columns][:, None, :]
+        upper = torch.ones(self.chunk, self.chunk, dtype=torch.bool).triu(1)
+        return torch.exp(pairs.masked_fill(upper, float("-inf")))

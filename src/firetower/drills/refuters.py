@@ -344,6 +344,7 @@ def _no_evictions(e: Any) -> Any:
 
 
 NOT_EVICTED = _change_part("events", "order-of-events", _no_evictions)
+NOT_EVICTED_SLOT_RIGHT = Refuter(test="order-of-events", flip=lambda s: NOT_EVICTED.flip(SLOT_RIGHT.flip(s)))
 
 
 def _wanted_is_found(subject: Evidence) -> Evidence:

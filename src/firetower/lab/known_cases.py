@@ -83,7 +83,8 @@ def diagnose_fire(fire: Fire) -> tuple[Verdict, tuple[Match, ...]]:
     names = tuple(dict.fromkeys((*alike, *(key[0] for key in verdict.undecided_between))))
     rest = f"; not ruled out: {', '.join(names[len(alike) :])}" if len(names) > len(alike) else ""
     listed = " or ".join(f"{n} ({FAMILIES[n].name})" for n in alike)
-    statement = f"Undecided: a stored fire alone does not tell. It looks like {listed}{rest}. Run {matches[0].test} next"
+    looks = f"a stored fire alone does not tell. It looks like {listed}{rest}"
+    statement = f"Undecided: {looks}. Run {matches[0].test} next"
     changed = dataclasses.replace(
         verdict,
         statement=statement,

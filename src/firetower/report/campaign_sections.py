@@ -24,7 +24,7 @@ def curves(c: CampaignCurves) -> Html:
                 counted,
                 x_name="tries",
                 y_name="fires so far",
-                caption="Fires so far. Band: the anytime-valid interval of the rate times the tries: valid at every look.",
+                caption="Fires so far. Band: the anytime-valid interval of the rate, times the tries.",
             )
         )
     if alive:

@@ -79,6 +79,9 @@ svg text{fill:var(--soft);font-size:12px;font-family:inherit}
 svg .axis{stroke:var(--line);stroke-width:1}
 svg .c0{stroke:#b93a0e;fill:#b93a0e}svg .c1{stroke:#1f6fb2;fill:#1f6fb2}svg .c2{stroke:#2b8a57;fill:#2b8a57}
 svg .c3{stroke:#8b4fc1;fill:#8b4fc1}svg .c4{stroke:#a07a00;fill:#a07a00}svg .c5{stroke:#5c6370;fill:#5c6370}
+@media(prefers-color-scheme:dark){svg .c0{stroke:#ff9a6b;fill:#ff9a6b}svg .c1{stroke:#7ab6f0;fill:#7ab6f0}
+svg .c2{stroke:#7fd0a0;fill:#7fd0a0}svg .c3{stroke:#c79bf0;fill:#c79bf0}svg .c4{stroke:#e0bb55;fill:#e0bb55}}
+@media print{svg .c0{stroke:#b93a0e;fill:#b93a0e}svg .c1{stroke:#1f6fb2;fill:#1f6fb2}}
 svg path.line{fill:none;stroke-width:2}
 svg path.band{stroke:none;fill-opacity:.15}
 svg .dot{stroke:none}

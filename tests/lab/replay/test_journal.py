@@ -191,17 +191,10 @@ def test_a_full_disk_leaves_whole_lines(tmp_path, monkeypatch):
     journal.close()
 
 
-KILLED = """
-import sys
-from pathlib import Path
-from firetower.cli.main import main
-main(sys.argv[1:])
-"""
-
-
 def test_a_killed_campaign_goes_on_where_it_stopped(burning_server, capture, settings, own_data_folder):
     with burning_server("bangs", 0.3, delay_s=0.05, seed=4) as server:
-        command = [sys.executable, "-c", KILLED, "replay", str(capture), "--target", server.url, "--tries", "30"]
+        command = [sys.executable, "-m", "firetower.cli.main", "replay", str(capture), "--target", server.url]
+        command += ["--tries", "30"]
         child = subprocess.Popen([*command, "--concurrency", "2"], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         deadline = time.monotonic() + 30
         while len(server.bodies) < 16 and time.monotonic() < deadline:

@@ -87,7 +87,7 @@ def _zero_embedding(seed: int) -> Variant:
         norm.weight.data.copy_(native.weight.data)
         replace_forward(native, norm.forward)
         case = Case(model=model, args=(ids,))
-        return with_truth(case, site(model, "kv", 0)) if fault else case
+        return with_truth(case, site(model, "query", 0)) if fault else case
 
     return Variant(
         id=f"zero-embedding-position{position}of{tokens}-fp16",
@@ -104,6 +104,6 @@ DRILL = Drill(
     title="a norm's epsilon is zero in fp16 and the row it meets is zero too",
     verdict="H/NORM_EPSILON_LOST",
     refuter=refuters.NOT_DIVIDED_BY_ZERO,
-    stages=frozenset({"kv"}),
+    stages=frozenset({"query"}),
     variants=_variants,
 )

@@ -137,7 +137,7 @@ STEPS = (
         cost=Cost.READ,
         needs=("weights",),
         facts=("weight_changed", "change_is_one_bit", "change_is_run"),
-        command="hash the weights again and compare with the hashes of load",
+        command="firetower scan PATH (is it bad in the file too?), or compare with hashes taken at load",
         run=_against_load,
     ),
     Step(

@@ -121,7 +121,9 @@ def _conclusion(case: Case, hypotheses: Sequence[Hypothesis]) -> str:
     if excluded:
         said += f" Excluded as the one cause, as far as the tests go: {', '.join(excluded)}."
     left = [h.key for h in hypotheses if h.standing in ("open", "weakened")]
-    if left:
+    if not excluded:
+        said += " Nothing is excluded."
+    elif left:
         said += f" Not excluded: {', '.join(left)}."
     return said
 

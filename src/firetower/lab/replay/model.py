@@ -19,6 +19,7 @@ from firetower.lab.replay.targets import TargetSpec
 DEFAULT_MAX_TOKENS = 256
 """New tokens where the request has no limit: a server's default would be the whole context."""
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _SAME_NAME = (
     "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "length_penalty", "num_beams", "early_stopping",
     "min_new_tokens",
@@ -155,10 +156,10 @@ def _load(spec: TargetSpec, torch: Any, transformers: Any) -> tuple[Any, Any]:
     device = spec.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
+    tokenizer = None  # token ids of the capture do without
+    # Transformers makes an empty tokenizer for a folder that has none, and that gives no ids at all
+    if path.is_file() or any((path / name).exists() for name in _TOKENIZER_FILES):
         tokenizer = transformers.AutoTokenizer.from_pretrained(**source, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError):
-        tokenizer = None  # token ids of the capture do without
     return model.to(device).eval(), tokenizer
 
 

@@ -41,7 +41,8 @@ class TorchSubject:
         kwargs: keyword arguments of the call.
         name: for people.
         model: the module whose weights are watched; found from ``fn`` where it can be.
-        at_load: the weights as loaded, by name; the weights as they are now when left out.
+        at_load: the weights as loaded, by name; ``"now"`` where the model was loaded just now. When left out,
+            a weight that the call itself changes is still seen, but nothing is said of what came before.
         switches: further ways to run the call: a context manager factory for each.
         parts: further parts (`lab.subject`) by name, each a function like the method of that name: what only
             the engine or a drill knows (``states``, ``slots``, ``valid_rows``, ``laws``, ...). They replace
@@ -63,7 +64,7 @@ class TorchSubject:
         kwargs: Mapping[str, Any] | None = None,
         name: str = "",
         model: nn.Module | None = None,
-        at_load: Mapping[str, Tensor] | None = None,
+        at_load: Mapping[str, Tensor] | Literal["now"] | None = None,
         switches: Mapping[Switch, Context] | None = None,
         parts: Mapping[str, Any] | None = None,
         fire: Fire | None = None,
@@ -84,7 +85,8 @@ class TorchSubject:
                 self._tensors.add(x, path)
             self._tensors.take()
         self._switches = dict(switches or {})
-        self._loaded = _kept(at_load if at_load is not None else self._parameters())
+        self._knows_load = at_load is not None
+        self._loaded = _kept(at_load if isinstance(at_load, Mapping) else self._parameters())
         self._inputs = named
         self._served: Outcome | None = None
         self._event: OpEvent | None = None
@@ -192,20 +194,21 @@ class TorchSubject:
         return found | {storage_key(p): n for n, p in self._parameters().items()}
 
     def _weight(self, name: str, now: Tensor) -> Weight:
-        loaded = self._loaded.get(name)
         hash_now = hash_of(to_numpy(now))
-        then = loaded[0] if loaded is not None else None
-        keeps = loaded is not None and loaded[1] is not None
+        then, copy = self._loaded.get(name, (None, None))
+        if not self._knows_load and then == hash_now:
+            # unchanged by the call; what it was at load nobody knows
+            then, copy = None, None
         return Weight(
             name=name,
             now=as_array(name, now.clone() if then != hash_now else now),
             hash_now=hash_now,
             hash_at_load=then,
-            at_load=as_array(name, loaded[1]) if keeps and loaded is not None and loaded[1] is not None else None,
+            at_load=None if copy is None else as_array(name, copy),
         )
 
     def weights(self) -> Sequence[Weight] | None:
-        """Every parameter as the run as served left it, against what it was when this subject was made."""
+        """Every parameter as the run as served left it, against what it was at load where that is known."""
         self._ensure_served()
         return self._weights if self._model is not None else None
 

@@ -1,0 +1,94 @@
+"""J2: now and then a buffer is read before it was written; it still holds what another step left there."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from firetower.drills import refuters
+from firetower.drills.spec import Case, Drill, Host, Variant
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def _variants(seed: int) -> list[Variant]:
+    rng = Random(f"early-reader/{seed}")
+    hosts: tuple[Host, ...] = ("pure", "pure", "qwen35moe", "qwen35moe", "smollm2")
+    return [_variant(host, rng.randrange(1 << 30)) for host in hosts]
+
+
+def _variant(host: Host, seed: int) -> Variant:
+    rng = Random(seed)
+    layer, num_tokens = rng.randrange(30 if host == "smollm2" else 4), rng.randint(3, 7)
+    # seen in 40 replays, or in 12 of the large model
+    chance = rng.uniform(0.2, 0.3) if host == "smollm2" else rng.uniform(0.06, 0.1)
+
+    def build(fault: bool) -> Case:
+        import torch
+        from torch import nn
+
+        from firetower.drills.placing import alike, generator, load, prompt, replace_forward, site
+        from firetower.drills.pure import linear
+        from firetower.lab.subject import Switch
+
+        if host == "pure":
+            model: Any = nn.Sequential(linear(48, 32, seed), linear(24, 48, seed + 1))
+            args = (torch.randn(num_tokens, 32, generator=generator(seed)),)
+            projection = model[1]
+        else:
+            model = load(host, "fp32", seed)
+            args = (prompt(model, Random(seed), num_tokens),)
+            projection = model.get_submodule(site(model, "down", layer).module)
+        reader = _Reader(projection, seed, chance if fault else 0.0)
+        replace_forward(projection, reader)
+
+        def scheduled(number: int = 0) -> Any:
+            reader.number = number
+            return model(*args)
+
+        def serial(_: int = 0) -> Any:
+            reader.number = None
+            return model(*args)
+
+        return Case(
+            model=model,
+            serve=scheduled,
+            right=serial,
+            places=("of 40 replays are wrong" if host != "smollm2" else "replays are wrong", "serialised, 0 of")
+            if fault
+            else (),
+            # nothing is unwritten: filling changes nothing, the schedule stays what it is
+            switches={Switch.SERIAL: serial, **alike(scheduled, Switch.FILL_A, Switch.FILL_B)},
+        )
+
+    return Variant(id=f"layer{layer}-chance{chance:.2f}", host=host, level="finite", build=build)
+
+
+class _Reader:
+    """A projection whose result goes through a buffer that is now and then read too early.
+
+    ``number`` seeds the schedule of one run; None awaits the writer.
+    """
+
+    def __init__(self, projection: Any, seed: int, chance: float) -> None:
+        self.native, self.seed, self.chance = projection.forward, seed, chance
+        self.number: int | None = 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        y: Tensor = self.native(x)
+        early = self.number is not None and Random(f"{self.seed}/{self.number}").random() < self.chance
+        # what another step left: the same rows, each one place on
+        return y.roll(1, dims=-2) * 1.5 if early else y
+
+
+DRILL = Drill(
+    name="early-reader",
+    family="J",
+    case="J2",
+    title="a buffer is read before it is written, with a small chance",
+    verdict="J/RACE_SUSPECTED",
+    refuter=refuters.SERIAL,
+    variants=_variants,
+)
