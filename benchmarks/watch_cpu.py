@@ -1,7 +1,8 @@
 """Decode of SmolLM2 on the CPU: bare, under the watch at ``layers``, and under Transformers' DebugUnderflowOverflow.
 
 The three run interleaved in one process, one token at a time, so that a noisy machine hits all alike; the figure is
-the median over rounds of (watched / bare) of the same round. Prints one line a figure.
+the median over rounds of (watched / bare) of the same round, in wall time and, since other work may share the
+cores, in CPU time of this process. Prints one line a figure.
 
     python benchmarks/watch_cpu.py [--rounds N]
 """
@@ -21,17 +22,18 @@ import firetower
 from firetower.drills.hosts import load_smollm2
 
 
-def decode_ms(model: torch.nn.Module, ids: torch.Tensor, num_tokens: int) -> float:
-    """Milliseconds a token of greedy decoding after one prefill, cache included."""
+def decode_ms(model: torch.nn.Module, ids: torch.Tensor, num_tokens: int) -> tuple[float, float]:
+    """Milliseconds a token of greedy decoding after one prefill, cache included: wall time, CPU time."""
     with torch.inference_mode():
         out = model(input_ids=ids, use_cache=True)
         token = out.logits[:, -1:].argmax(-1)
         cache = out.past_key_values if hasattr(out, "past_key_values") else out.cache
-        begin = time.perf_counter()
+        begin, cpu_begin = time.perf_counter(), time.process_time()
         for _ in range(num_tokens):
             out = model(input_ids=token, past_key_values=cache, use_cache=True)
             token = out.logits[:, -1:].argmax(-1)
-        return (time.perf_counter() - begin) / num_tokens * 1e3
+        wall, cpu = time.perf_counter() - begin, time.process_time() - cpu_begin
+        return wall / num_tokens * 1e3, cpu / num_tokens * 1e3
 
 
 def watched(model: torch.nn.Module) -> contextlib.AbstractContextManager[object]:
@@ -69,7 +71,7 @@ def main() -> None:
         "watch": watched,
         "peer": peer,
     }
-    times: dict[str, list[float]] = {k: [] for k in kinds}
+    times: dict[str, list[tuple[float, float]]] = {k: [] for k in kinds}
     for i in range(args.rounds + 1):
         order = list(kinds)[i % 3 :] + list(kinds)[: i % 3]
         for kind in order:
@@ -78,10 +80,11 @@ def main() -> None:
             if i:
                 times[kind].append(ms)
     for kind in ("watch", "peer"):
-        ratio = statistics.median(w / b for w, b in zip(times[kind], times["bare"], strict=True))
-        bare, own = statistics.median(times["bare"]), statistics.median(times[kind])
+        pairs = list(zip(times[kind], times["bare"], strict=True))
+        wall, cpu = (statistics.median(own[i] / bare[i] for own, bare in pairs) for i in (0, 1))
+        bare, own = (statistics.median(t[0] for t in times[k]) for k in ("bare", kind))
         bar = "bar 1.05" if kind == "watch" else "Transformers DebugUnderflowOverflow"
-        print(f"decode_cpu_{kind}_ratio bare={bare:.1f}ms own={own:.1f}ms ratio={ratio:.3f} {bar}")
+        print(f"decode_cpu_{kind}_ratio bare={bare:.1f}ms own={own:.1f}ms ratio={wall:.3f} cpu_ratio={cpu:.3f} {bar}")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 KINDS = ("bangs", "flat", "not-json", "error-500", "disconnect", "slow", "poison")
-HEALTHY = "The tower stands on the hill and the watch looks out over the dry woods all day long . ".split()
+HEALTHY = "The tower stands on the hill and the watch looks out over the dry woods all day long ."
 NUM_BANGS = 200
 TRIGGER = "agent"
 
@@ -123,10 +123,10 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         """Silence."""
 
-    def do_GET(self) -> None:  # noqa: N802 - the name is http.server's
+    def do_GET(self) -> None:
         self._send_json(200, {"object": "list", "data": [{"id": "tower-1", "object": "model"}]})
 
-    def do_POST(self) -> None:  # noqa: N802
+    def do_POST(self) -> None:
         owner = self.server.owner
         raw = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if self.path == "/restart":
@@ -152,7 +152,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif kind == "error-500":
             self._send_json(500, {"error": {"message": "Internal Server Error"}})
         else:
-            tokens = [f"{word} " for word in HEALTHY] * 3
+            tokens = [f"{word} " for word in HEALTHY.split()] * 3
             if kind in ("bangs", "poison"):
                 tokens = ["!"] * NUM_BANGS
             tokens = tokens[: body.get("max_tokens") or len(tokens)]

@@ -44,7 +44,7 @@ def test_wrapper_fires_like_eager(backend: str) -> None:
     clean = compiled(x)
     with firetower.attach(compiled, store=False) as watch:
         assert torch.equal(compiled(x), clean)
-        assert watch.coverage() == (3, 3)
+        assert watch.coverage() == (4, 4)
         assert watch.last.is_clean
         x[1, 2, 3] = float("nan")
         with pytest.raises(NonFiniteError) as caught:
@@ -78,7 +78,7 @@ def test_compile_in_place(backend: str) -> None:
     net(x)
     with firetower.attach(net, store=False, on_fire="record") as watch:
         net(x)
-        assert watch.read().coverage == (3, 3)
+        assert watch.read().coverage == (4, 4)
         assert watch.last.is_clean
         net.b.bias.data[2] = float("inf")
         net(x)

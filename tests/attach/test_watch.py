@@ -209,8 +209,8 @@ def test_any_other_model_gets_every_leaf() -> None:
     model = Generic()
     with firetower.attach(model, store=False, on_fire="record") as watch:
         model(torch.randn(5, 4))
-        assert [s.signal.module for s in watch.last.signals] == ["a", "act", "b"]
-        assert watch.coverage() == (3, 3)
+        assert [s.signal.module for s in watch.last.signals] == ["a", "act", "b", ""]
+        assert watch.coverage() == (4, 4)
         with torch.no_grad():
             model.a.bias[6] = float("inf")
         model(torch.randn(5, 4))
@@ -307,9 +307,10 @@ def test_raise_inside_forward_still_stores_the_fire() -> None:
     model = Picky()
     model.a.weight.data.fill_(float("nan"))
     watch = firetower.attach(model, store=False)
-    with pytest.warns(UserWarning, match="always_call"), pytest.raises(RuntimeError, match="sampler"):
+    with pytest.raises(RuntimeError, match="sampler") as caught:
         model(torch.randn(2, 4))
     assert watch.fires[0].origin.module == "a"
+    assert watch.fires[0].id in caught.value.__notes__[0]
     watch.detach()
 
 
@@ -474,7 +475,7 @@ def test_bad_options_are_clear(kwargs: dict[str, str], words: str) -> None:
 def test_reading_before_any_step_is_an_error() -> None:
     with firetower.attach(Generic(), store=False) as watch:
         assert watch.last is None
-        assert watch.coverage() == (0, 3)
+        assert watch.coverage() == (0, 4)
         with pytest.raises(AttachError, match="run the model first"):
             watch.read()
 
@@ -490,6 +491,7 @@ def test_skipped_branch_is_not_covered_rather_than_clean() -> None:
         "a": Status.CLEAN,
         "act": Status.NOT_COVERED,
         "b": Status.NOT_COVERED,
+        "": Status.CLEAN,
     }
     assert all(s.reason for s in watch.last.not_covered)
 

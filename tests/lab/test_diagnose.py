@@ -202,3 +202,21 @@ def test_the_page_puts_the_conclusion_first_and_groups_what_is_missing():
 def test_a_verdict_survives_storing(parts):
     verdict = diagnose(GivenSubject(**parts))
     assert Verdict.from_mapping(verdict.to_mapping()) == verdict
+
+
+def test_an_op_that_burned_by_itself_is_not_explained_by_the_sampler_behind_it():
+    x = np.ones((2, 2), np.float32)
+    op = Op(name="fused", inputs=(array("x", x),), outputs=(array("y", x * np.nan),))
+    sampled = Sampled(row=0, logits=array("logits", np.full(4, np.nan)), token_id=0)
+    verdict = diagnose(GivenSubject(first_bad_op=op, sampled=(sampled,)))
+    assert not verdict.decided
+    assert verdict.aftermath.startswith("N/NAN_LAUNDERED")
+
+
+def test_a_suspect_upstream_keeps_the_sampler_from_being_blamed():
+    weight = array("w", np.full((2, 2), np.nan, np.float32))
+    op = Op(name="linear", inputs=(array("x", np.ones((1, 2))),), weights=(weight,), outputs=(weight,))
+    sampled = Sampled(row=0, logits=array("logits", np.full(4, np.nan)), token_id=0)
+    verdict = diagnose(GivenSubject(weights=(Weight(name="w", now=weight),), first_bad_op=op, sampled=(sampled,)))
+    assert "M/BAD_WEIGHT" in verdict.undecided_between
+    assert verdict.aftermath.startswith("N/NAN_LAUNDERED")

@@ -136,6 +136,14 @@ class TestUnread:
 
         assert facts_of("two-fills", run=run, switches=[Switch.FILL_A, Switch.FILL_B]) == {}
 
+    def test_places_that_are_read_without_harm_are_no_finding(self):
+        """Pad rows of the output hold what is in the pads: the request is right all the same."""
+
+        def run(request: Request) -> Outcome:
+            return outcome({Switch.FILL_A: 1.0, Switch.FILL_B: -3.0}.get(request.switch, 7.0), is_wrong=False)
+
+        assert facts_of("two-fills", run=run, switches=[Switch.FILL_A, Switch.FILL_B]) == {}
+
     def test_clean_pads_of_an_earlier_step_that_are_not_read(self):
         rows = Rows(name="b", step=2, is_valid=(True, False), written_at=(2, 1), is_read=(True, False))
         assert not facts_of("rows-written", valid_rows=[rows])["reads_stale_row"].holds
@@ -173,6 +181,23 @@ class TestOps:
         scores = np.float32([[-np.inf, 1], [-np.inf, -np.inf]])
         op = Op(name="softmax", inputs=(array("s", scores[:1]),), outputs=(array("p", scores[:1]),))
         assert not facts_of("masked-rows", first_bad_op=op)["row_all_neg_inf"].holds
+
+    def test_a_row_of_values_that_is_all_minus_inf_is_no_masked_row(self):
+        """Garbage in one slot of a V page burns every row of the output, not the slot's."""
+        p, v = np.ones((2, 3)), np.float32([[1, 1], [-np.inf, -np.inf], [1, 1]])
+        y = np.full((2, 2), np.nan)
+        op = Op(name="matmul", inputs=(array("p", p), array("v", v)), outputs=(array("y", y),))
+        assert not facts_of("masked-rows", first_bad_op=op)["row_all_neg_inf"].holds
+
+    def test_zeros_that_no_operand_explains_leave_it_unknown(self):
+        made = Op(name="new_zeros", inputs=(array("x", np.ones(4)),), outputs=(array("y", np.zeros(4)),))
+        op = Op(name="rsqrt", inputs=made.outputs, outputs=(array("r", np.full(4, np.inf)),), producers=(made,))
+        assert facts_of("zero-output", first_bad_op=op) == {}
+
+    def test_integers_read_as_floats_are_no_rounded_positions(self):
+        mask = np.array([[-1, 0]], np.int32)
+        op = Op(name="aten.view.dtype", inputs=(array("m", mask),), outputs=(array("f", mask.view(np.float32)),))
+        assert facts_of("angles", first_bad_op=op) == {}
 
     def test_an_exponential_that_is_infinite_where_it_is_used(self):
         e = np.full((2, 2), np.inf)

@@ -129,3 +129,9 @@ ANY = read_patterns(DATA / "llama-like.toml")
 def test_any_log_gives_an_incident_that_can_be_read(lines):
     log = incident_of_log(lines, ANY, "x")
     incident_from_dict(log.incident)
+
+
+@pytest.mark.parametrize("name", ["llama-like", "vllm-like"])
+def test_the_documented_pattern_files_are_the_tested_ones(name):
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "incident-schema.md").read_text(encoding="utf-8")
+    assert f"```toml\n{(DATA / f'{name}.toml').read_text(encoding='utf-8').rstrip()}\n```" in page

@@ -136,3 +136,10 @@ def test_a_finite_pattern_is_no_fire():
     finite = FIRE | {"first_hit": {"bits": "3f800000", "row": 0, "col": 5}}
     _, [(_, lack)] = incident_fires(incident(fires=[finite]), "i")
     assert "3f800000 is finite in float32" in lack
+
+
+def test_the_documented_example_is_read():
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "incident-schema.md").read_text(encoding="utf-8")
+    read = incident_from_dict(json.loads(page.split("```json\n")[1].split("```")[0]))
+    assert read.rounds == (6, 18, None)
+    assert read.fires[0].first["hit"].bits_hex == "7fffffff"

@@ -250,7 +250,7 @@ def test_a_model_that_overflows_at_run_time(tiny, tmp_path, monkeypatch):
     assert found.is_fire
     assert found.checks[0].look is Look.CLEAN
     assert found.fire is not None
-    assert found.next_command == f"firetower diagnose {found.fire}"
+    assert found.next_command == f"firetower diagnose {found.fire} --store {store}"
     with Store(store, readonly=True) as opened:
         assert opened.get(found.fire).origin.layer == 1
 

@@ -38,9 +38,9 @@ HOSTILE = {
     "newline": "line one\nline two\r\nline three",
 }
 _ALLOWED = """
-html head meta title style body header p h1 h2 h3 nav a main section span strong dl div dt dd ul ol li table thead tbody tr th
-td code pre button footer script details summary b input figure figcaption svg line
-circle text path g
+html head meta title style body header p h1 h2 h3 nav a main section span strong dl div dt dd ul ol
+li table thead tbody tr th td code pre button footer script details summary b input figure
+figcaption svg line circle text path g
 """
 ALLOWED = set(_ALLOWED.split())
 

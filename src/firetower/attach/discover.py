@@ -85,9 +85,11 @@ def discover(model: nn.Module, level: str) -> list[Tap]:
         return [root]
     stack = decoder_layers(model)
     if stack is None:
-        return [*_leaves(model)]
+        return _leaves(model)
     path, layers = stack
-    taps = [tap for i, layer in enumerate(layers) for tap in _layer_taps(f"{path}.{i}", i, layer)]
+    # a layer that is used again (shared weights) is watched under its first number
+    first = {id(layer): i for i, layer in reversed(list(enumerate(layers)))}
+    taps = [tap for i in sorted(first.values()) for tap in _layer_taps(f"{path}.{i}", i, layers[i])]
     return [*taps, *_head(model), root]
 
 
@@ -108,14 +110,43 @@ def _child(module: nn.Module, names: tuple[str, ...]) -> str | None:
     return next((n for n in names if isinstance(getattr(module, n, None), nn.Module)), None)
 
 
-def _leaves(model: nn.Module) -> Iterator[Tap]:
-    """Every module without children. One without parameters may be a mask or a log of probabilities: -Inf is legal."""
-    for path, module in model.named_modules():
-        if not any(True for _ in module.children()):
-            is_computed = any(True for _ in module.parameters())
-            legal = Legal.FINITE if is_computed else Legal.NEG_INF
-            signal = Signal(stage=type(module).__name__, module=path, legal=legal)
-            yield Tap(signal=signal, module=module, side=Side.OUTPUTS)
+def _leaves(model: nn.Module) -> list[Tap]:
+    """What computes something: modules without children or with parameters of their own; last, the model's output.
+
+    A leaf with parameters must be finite. Any other may give a mask or a log of probabilities: -Inf is legal.
+    """
+    paths = {id(m): path for path, m in model.named_modules()}
+    taps = [_leaf(paths[id(m)], m) for m in _inside_out(model, set()) if m is model or _computes(m)]
+    # parts that a fused module never calls (the projection of `nn.MultiheadAttention`) would never be covered
+    fused = [t.signal.module + "." for t in taps if isinstance(t.module, nn.MultiheadAttention)]
+    return [t for t in taps if not any(t.signal.module.startswith(f) for f in fused)]
+
+
+def _leaf(path: str, module: nn.Module) -> Tap:
+    is_plain = _is_leaf(module) and any(True for _ in module.parameters())
+    signal = Signal(
+        stage=type(module).__name__, module=path, legal=Legal.FINITE if is_plain else Legal.NEG_INF
+    )
+    return Tap(signal=signal, module=module, side=Side.OUTPUTS)
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    return not any(True for _ in module.children())
+
+
+def _computes(module: nn.Module) -> bool:
+    is_container = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
+    return not is_container and (_is_leaf(module) or any(True for _ in module.parameters(recurse=False)))
+
+
+def _inside_out(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
+    """Every module once, children before their parent: in the order in which their outputs appear."""
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    for child in module.children():
+        yield from _inside_out(child, seen)
+    yield module
 
 
 def _layer_taps(path: str, index: int, layer: nn.Module) -> Iterator[Tap]:
@@ -152,7 +183,9 @@ def _mlp_taps(tap: object, name: str, mlp: nn.Module) -> Iterator[Tap]:
     assert callable(tap)
     experts = _child(mlp, ("experts",))
     if experts is None:
-        yield from _dense_taps(tap, name, mlp)
+        dense = list(_dense_taps(tap, name, mlp))
+        # projections of other names (``c_proj``, ``dense_4h_to_h``): what leaves the MLP
+        yield from dense or [tap("down", name)]
         return
     shared = _child(mlp, ("shared_expert", "shared_experts"))
     if shared is not None:

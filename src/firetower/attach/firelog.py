@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from pathlib import Path
 from typing import Literal
 
 from firetower.core.records import Fire
+from firetower.fires.fork import pause_on_fork
 from firetower.fires.safe import SafeStore
 from firetower.fires.store import Store
 
@@ -22,25 +24,36 @@ class FireLog:
         self.fires: list[Fire] = []
         self.store = None if store is False else SafeStore(store)
         self._unwritten: dict[str, int] = {}
+        # never held while the store writes: a fork waits for this lock and for the store's
+        self._lock = threading.Lock()
+        pause_on_fork(self)
 
     def record(self, fire: Fire) -> Fire:
         """Store a fire, or count it where its origin is known; returns it with the id it is stored under."""
-        known = next((i for i, f in enumerate(self.fires) if f.merge_key == fire.merge_key), None)
+        with self._lock:
+            known = next((i for i, f in enumerate(self.fires) if f.merge_key == fire.merge_key), None)
+            if known is None:
+                self.fires.append(fire)
+            else:
+                fire = dataclasses.replace(fire, id=self.fires[known].id, count=self._count(known))
         if known is not None:
-            return self._count(known, fire)
-        self.fires.append(fire)
-        if self.store is not None:
+            self._flush_at_powers_of_two(fire.count)
+        elif self.store is not None:
             self.store.add(fire)
         return fire
 
-    def repeat(self) -> None:
-        """The last fire goes on in the next step of the same sequences."""
-        if self.fires:
-            self._count(len(self.fires) - 1, self.fires[-1])
+    def repeat(self, fire_id: str | None) -> None:
+        """A fire goes on in the next step of the same sequences; the last one where it is not known which."""
+        with self._lock:
+            if not self.fires:
+                return
+            count = self._count(next((i for i, f in enumerate(self.fires) if f.id == fire_id), -1))
+        self._flush_at_powers_of_two(count)
 
     def flush(self) -> None:
         """Write counts that are still only in memory."""
-        pending, self._unwritten = self._unwritten, {}
+        with self._lock:
+            pending, self._unwritten = self._unwritten, {}
         for fire_id, by in pending.items():
             if self.store is not None:
                 self.store.bump(fire_id, by)
@@ -51,11 +64,21 @@ class FireLog:
         if self.store is not None:
             self.store.close()
 
-    def _count(self, index: int, fire: Fire) -> Fire:
-        old = self.fires[index]
-        self.fires[index] = dataclasses.replace(old, count=old.count + 1)
-        self._unwritten[old.id] = self._unwritten.get(old.id, 0) + 1
-        # a burned sequence repeats every step: writing at powers of two keeps the disk out of the decode loop
-        if (old.count + 1) & old.count == 0:
+    def pause(self) -> None:
+        """Keep every thread out, for a fork."""
+        self._lock.acquire()
+
+    def resume(self) -> None:
+        """End a `pause`."""
+        self._lock.release()
+
+    def _count(self, index: int) -> int:
+        fire = self.fires[index]
+        self.fires[index] = dataclasses.replace(fire, count=fire.count + 1)
+        self._unwritten[fire.id] = self._unwritten.get(fire.id, 0) + 1
+        return fire.count + 1
+
+    def _flush_at_powers_of_two(self, count: int) -> None:
+        # a burned sequence repeats every step: this keeps the disk out of the decode loop
+        if count & (count - 1) == 0:
             self.flush()
-        return dataclasses.replace(fire, id=old.id, count=old.count + 1)

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from firetower.attach.discover import Side, Tap
+from firetower.attach.freezing import GenerateCall
+from firetower.attach.isolate import RowGuard
 from firetower.attach.step import Step
 from firetower.attach.taps import first_tensor, float_tensors, input_tensor, written_state
 from firetower.core.errors import NonFiniteError
@@ -41,17 +43,22 @@ class HostHooks(threading.local):
         self.on_failure = on_failure
         self.mark = mark
         self.on_stray = on_stray
+        # of the running generate() in this thread: its arguments, its guard, and what burned since it last asked
+        self.running: GenerateCall | None = None
+        self.guard: RowGuard | None = None
+        self.burned: list[tuple[int, set[int]]] = []
 
     def check(self, slot: int, x: Tensor, module: nn.Module, inputs: Iterable[Any], part: int = 0) -> bool:
         """Check one tensor of one signal and record the result in this thread's step; returns whether it is clean."""
         step = self.step
         if not step.open:
             step.begin_stray()
-        step.ran[slot] = step.number
         if not x.is_cpu:
             self.mark(slot, x, part)
             return False
-        if is_clean(x, self.legal[slot]):
+        is_good = is_clean(x, self.legal[slot])
+        step.ran[slot] = step.number
+        if is_good:
             return True
         step.add(slot, x, module, tuple(t for t in inputs if isinstance(t, Tensor)))
         if step.is_stray and self.on_stray is not None:
@@ -66,12 +73,31 @@ class HostHooks(threading.local):
         else:
             self.check(slot, x, module, ())
 
+    def check_again(self, slot: int, x: Tensor, module: nn.Module, inputs: Iterable[Any]) -> None:
+        """`check`, for a tensor that a shorter way could not read; never raises but for a fire."""
+        try:
+            self.check(slot, x, module, inputs)
+        except NonFiniteError:
+            raise
+        except Exception as e:  # noqa: BLE001 - our failure must not stop inference; it is counted and shown
+            self.failed(e, (slot,))
+
+    def failed(self, error: BaseException, slots: Iterable[int]) -> None:
+        """Hand on what went wrong in a hook; signals that it left unchecked are not covered."""
+        step = self.step
+        reason = f"its check failed: {one_line(error)}"
+        for slot in slots:
+            if step.ran[slot] != step.number:
+                step.not_checked(slot, reason)
+        self.on_failure(error)
+
     def remember(self, x: Tensor) -> None:
         """Keep a clean output for `check_input`.
 
-        An inference tensor counts no versions: a write between two taps would go unseen, so it is checked again.
+        An inference tensor counts no versions: a write between two taps would go unseen, so it is checked again. A
+        stray step has no end at which the tensor would be let go.
         """
-        if not x.is_inference():
+        if not (x.is_inference() or self.step.is_stray):
             self.step.clean_tensor, self.step.clean_version = x, x._version
 
 
@@ -88,6 +114,9 @@ def install(
     """
     by_module: dict[int, tuple[nn.Module, list[int]]] = {}
     for slot, tap in enumerate(taps):
+        if isinstance(tap.module, torch.jit.ScriptModule):
+            # takes no hooks: not covered
+            continue
         by_module.setdefault(id(tap.module), (tap.module, []))[1].append(slot)
     handles: list[RemovableHandle] = []
     for module, slots in by_module.values():
@@ -103,6 +132,12 @@ def install(
         elif after:
             handles.append(module.register_forward_hook(wrap(_after(taps, after, hooks, mark))))
     return handles
+
+
+def one_line(error: BaseException) -> str:
+    """Type and first line of an error; PyTorch's own may go on for pages."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
 
 
 def _inside(around: Callable[[], AbstractContextManager[Any]], hook: Callable[..., None]) -> Callable[..., None]:
@@ -128,7 +163,7 @@ def _before(slots: list[int], hooks: HostHooks, mark: Mark) -> Callable[..., Non
         except NonFiniteError:
             raise
         except Exception as e:  # noqa: BLE001 - our failure must not stop inference; it is counted and shown
-            hooks.on_failure(e)
+            hooks.failed(e, slots)
 
     return before
 
@@ -158,8 +193,11 @@ def _after_one(tap: Tap, slot: int, hooks: HostHooks, mark: Mark) -> Callable[..
                 hooks.remember(x)
         except NonFiniteError:
             raise
+        except NotImplementedError:
+            # a nested tensor has no sum
+            hooks.check_again(slot, x, module, args)
         except Exception as e:  # noqa: BLE001 - our failure must not stop inference; it is counted and shown
-            hooks.on_failure(e)
+            hooks.failed(e, (slot,))
 
     return after
 
@@ -187,7 +225,7 @@ def _after(taps: list[Tap], slots: list[int], hooks: HostHooks, mark: Mark) -> C
         except NonFiniteError:
             raise
         except Exception as e:  # noqa: BLE001 - our failure must not stop inference; it is counted and shown
-            hooks.on_failure(e)
+            hooks.failed(e, slots)
 
     return after
 
@@ -218,7 +256,7 @@ def _after_cache(taps: list[Tap], slots: list[int], hooks: HostHooks, mark: Mark
         except NonFiniteError:
             raise
         except Exception as e:  # noqa: BLE001 - our failure must not stop inference; it is counted and shown
-            hooks.on_failure(e)
+            hooks.failed(e, slots)
 
     return after
 

@@ -103,8 +103,8 @@ class _Where(NamedTuple):
 
 
 def laundered(reading: Reading) -> bool:
-    """Whether a bad value was gone again when the logits were reached."""
-    logits = [s for s in reading.signals if s.signal.stage == "logits"]
+    """Whether a bad value was gone again when the logits, or the output of a model of another kind, were reached."""
+    logits = [s for s in reading.signals if s.signal.stage == "logits" or not (s.signal.module or s.signal.op)]
     ran = [s for s in logits if s.status is not Status.NOT_COVERED]
     return bool(reading.bad) and bool(ran) and all(s.status is Status.CLEAN for s in ran)
 

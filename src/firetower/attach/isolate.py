@@ -6,11 +6,24 @@ file needs no Transformers. With beams the whole group of one prompt is the unit
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from firetower.core.errors import AttachError
+
+_STEPWISE = (
+    "scores",
+    "logits",
+    "attentions",
+    "hidden_states",
+    "decoder_attentions",
+    "cross_attentions",
+    "decoder_hidden_states",
+)
 
 
 class RowGuard:
@@ -18,17 +31,32 @@ class RowGuard:
 
     Args:
         num_beams: rows of the batch that belong to one prompt's search; 1 without beams.
-        burned_now: called once a step, before a token is chosen; returns the sequences burned in that step.
+        burned_now: called once a step, before a token is chosen; returns the sequences burned since it was last
+            called, and how many sequences the model's last step had.
         isolate: whether burned rows are made harmless and stopped, or only observed.
+        on_failure: told why, when rows burned that cannot be told apart; the guard then only observes.
     """
 
-    def __init__(self, num_beams: int, burned_now: Callable[[], set[int]], *, isolate: bool) -> None:
+    def __init__(
+        self,
+        num_beams: int,
+        burned_now: Callable[[], tuple[set[int], int]],
+        *,
+        isolate: bool,
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
         self.num_beams = num_beams
         self.burned_now = burned_now
         self.isolate = isolate
+        self.on_failure = on_failure
         self.prompt_length: int | None = None
-        self.num_groups = 0
+        self.num_rows = 0
         self.cut_at: dict[int, int] = {}
+
+    @property
+    def num_groups(self) -> int:
+        """Prompts of the batch; 0 before the first token is chosen."""
+        return self.num_rows // self.num_beams
 
     @property
     def all_burned(self) -> bool:
@@ -37,18 +65,26 @@ class RowGuard:
 
     def process(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Logits processor: [B, V] scores; burned rows become all zeros, every other row stays bit for bit."""
+        num_rows = input_ids.shape[0]
         if self.prompt_length is None:
-            self.prompt_length = input_ids.shape[1]
-            self.num_groups = input_ids.shape[0] // self.num_beams
-        burned = self.burned_now()
+            self.prompt_length, self.num_rows = input_ids.shape[1], num_rows
+        burned, batch = self.burned_now()
+        if burned and self.isolate and not batch == num_rows == self.num_rows:
+            self._give_up(f"{num_rows} rows of scores, {self.num_rows} at first, from a model step of {batch}")
         if not self.isolate:
             return scores
         for row in burned:
             self.cut_at.setdefault(row // self.num_beams, input_ids.shape[1])
         if not self.cut_at:
             return scores
-        rows = self._rows(input_ids.shape[0], self.num_beams, scores.device)
+        rows = self._rows(num_rows, self.num_beams, scores.device)
         return scores.masked_fill(rows[:, None], 0.0)
+
+    def _give_up(self, reason: str) -> None:
+        self.isolate = False
+        self.cut_at.clear()
+        message = f"on_fire='isolate': {reason}: cannot tell which row burned; the fire is only recorded"
+        self.on_failure(AttachError(message))
 
     def stop(self, input_ids: Tensor) -> Tensor:
         """Stopping criterion: [rows] bool. In beam search the rows are candidates, several for each beam."""
@@ -128,7 +164,59 @@ def guarded_generate(
     if isinstance(result, Tensor):
         return guard.cut(result, pad)
     result.sequences = guard.cut(result.sequences, pad)
+    if guard.all_burned:
+        _shorten(result, max(guard.cut_at.values()) - (guard.prompt_length or 0))
     return result
+
+
+def _shorten(result: Any, num_steps: int) -> None:
+    """Cut what ``generate()`` returns one of a token to the tokens that are left."""
+    for name in _STEPWISE:
+        value = getattr(result, name, None)
+        if isinstance(value, tuple):
+            setattr(result, name, value[:num_steps])
+    beams = getattr(result, "beam_indices", None)
+    if isinstance(beams, Tensor):
+        result.beam_indices = beams[:, :num_steps]
+
+
+def by_name(
+    generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """A ``generate()`` call with its arguments by name; what a wrapper takes as ``*args`` stays as it is.
+
+    None where the arguments do not fit: ``generate`` then says so itself.
+    """
+    parameters = inspect.signature(generate).parameters.values()
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return args, kwargs
+    names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    named = dict(zip(names, args, strict=False))
+    if len(args) > len(names) or named.keys() & kwargs.keys():
+        return None
+    return (), {**named, **kwargs}
+
+
+def takes_guard(generate: Any, model: Any) -> bool:
+    """Whether a ``generate`` takes logits processors, itself or by handing them on to a language model inside."""
+    parameters = inspect.signature(generate).parameters
+    if "logits_processor" in parameters:
+        return True
+    hands_on = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    inner = (type(m) for m in model.modules() if m is not model)
+    return hands_on and any(_is_transformers(getattr(t, "generate", None)) for t in inner)
+
+
+def can_isolate(generate: Any) -> bool:
+    """Whether rows of scores are the rows of the model's batch: in Transformers' own loop, and through wrappers.
+
+    A ``generate`` that is a model's own (Whisper's segments, codebooks of a music model) may arrange them otherwise.
+    """
+    return _is_transformers(generate) or "logits_processor" not in inspect.signature(generate).parameters
+
+
+def _is_transformers(generate: Any) -> bool:
+    return getattr(generate, "__qualname__", "") == "GenerationMixin.generate"
 
 
 def generation_option(model: Any, kwargs: dict[str, Any], name: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,8 +11,11 @@ from torch import Tensor, nn
 from firetower.attach.discover import Tap
 from firetower.attach.frame import Call
 from firetower.core.records import BadValue, BurnedRow, Reading, SignalReading, Status, TensorSummary
-from firetower.sensors.check import Frame, burned_sequences, first_bad
+from firetower.sensors.check import Frame, burned_sequences, first_bad, plain
 from firetower.sensors.summary import summarize
+
+_NEVER = -2
+"""Below every step number: a step that no Python began has number -1."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -35,14 +38,12 @@ class Step:
 
     def __init__(self, taps: list[Tap]) -> None:
         self.taps = taps
-        self.ran = [-1] * len(taps)
+        self.ran = [_NEVER] * len(taps)
         self.number = -1
         self.call: Call | None = None
         self.open = False
         self.is_stray = False
         self.depth = 0
-        # rows burned since the cache was empty: their poison goes on in every later step and is no new fire
-        self.burned_before: set[int] = set()
         self.findings: dict[int, Finding] = {}
         self.burned: dict[int, BurnedRow] = {}
         self.reasons: dict[int, str] = {}
@@ -52,15 +53,17 @@ class Step:
         self.clean_tensor: Tensor | None = None
         self.clean_version = -1
 
-    def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Open a step for one call of the root module."""
+    def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str] = ()) -> None:
+        """Open a step for one call of the root module, whose parameters have these names."""
         self.number += 1
-        self.call = Call.begin(args, kwargs)
+        self.call = Call.begin(args, kwargs, names)
         self.open = True
         self.is_stray = False
         if self.findings:
             self.findings = {}
             self.burned = {}
+        if self.reasons:
+            self.reasons = {}
         self.from_device.clear()
         self.pad_before_real = False
         self.clean_tensor = None
@@ -70,10 +73,17 @@ class Step:
         self.begin((), {})
         self.is_stray = True
 
-    def end(self) -> None:
-        """Close the step; its call stays readable until the next one begins."""
+    def end(self, output: Any = None) -> None:
+        """Close the step and let its tensors go; what the call says of its rows stays readable until the next."""
         self.open = False
         self.clean_tensor = None
+        if self.call is not None:
+            self.call.release(output)
+
+    def not_checked(self, slot: int, reason: str) -> None:
+        """Note why a signal that passed by was not checked; it is then not covered, never clean."""
+        self.ran[slot] = _NEVER
+        self.reasons[slot] = reason
 
     @property
     def frame(self) -> Frame | None:
@@ -82,22 +92,33 @@ class Step:
             return None
         return self.call.frame()
 
+    def _frame_of(self, tap: Tap) -> Frame | None:
+        if self.call is None or self.call.tokens() is None:
+            return None
+        is_encoder = "encoder" in tap.signal.module.split(".")
+        return dataclasses.replace(self.call.frame(encoder=is_encoder), layout=tap.layout)
+
     def add(self, slot: int, x: Tensor, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         """Record that signal ``slot`` is bad in ``x``; the first record of a signal in a step wins."""
-        if slot in self.findings and self.findings[slot].first is not None:
+        before = self.findings.get(slot)
+        if before is not None and before.first is not None:
             return
-        tap, frame = self.taps[slot], self.frame
-        if frame is not None:
-            frame = dataclasses.replace(frame, layout=tap.layout)
+        tap = self.taps[slot]
+        frame = self._frame_of(tap)
         first, first_pad = first_bad(x, tap.signal.legal, frame)
-        if first is None and first_pad is None:
+        if first is None and (first_pad is None or before is not None):
             return
-        finding = Finding(slot, first, first_pad, order=len(self.findings))
+        if before is not None:
+            # only pads were bad so far: the real row comes now, after what was found in between
+            del self.findings[slot]
+            first_pad = before.first_pad
+        order = 1 + max((f.order for f in self.findings.values()), default=-1)
+        finding = Finding(slot, first, first_pad, order)
         if not self._any_real():
-            if first is not None and any(f.first_pad is not None for f in self.findings.values()):
-                self.pad_before_real = True
-            finding.inputs = tuple(summarize(f"input {i}", t) for i, t in enumerate(inputs))
-            finding.output = summarize("output", x)
+            was_pad = before is not None or any(f.first_pad is not None for f in self.findings.values())
+            self.pad_before_real |= first is not None and was_pad
+            finding.inputs = tuple(_summary(f"input {i}", t) for i, t in enumerate(inputs))
+            finding.output = _summary("output", x)
         self.findings[slot] = finding
         if frame is not None and first is not None:
             self._add_burned(tap, burned_sequences(x, tap.signal.legal, frame))
@@ -149,3 +170,7 @@ class Step:
             return SignalReading(signal=signal, status=Status.CLEAN)
         reason = self.reasons.get(slot, "did not run in this step")
         return SignalReading(signal=signal, status=Status.NOT_COVERED, reason=reason)
+
+
+def _summary(name: str, x: Tensor) -> TensorSummary:
+    return summarize(name, plain(x) if x.is_nested else x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -23,7 +24,7 @@ def first_tensor(value: Any) -> Tensor | None:
 
 
 def float_tensors(value: Any, depth: int = 3) -> Iterator[Tensor]:
-    """Every float tensor in nested tuples, lists and mappings, in order."""
+    """Every float tensor in nested tuples, lists, mappings and dataclasses, in order."""
     if isinstance(value, Tensor):
         if value.is_floating_point() or value.is_complex():
             yield value
@@ -33,6 +34,9 @@ def float_tensors(value: Any, depth: int = 3) -> Iterator[Tensor]:
     elif depth and isinstance(value, tuple | list):
         for item in value:
             yield from float_tensors(item, depth - 1)
+    elif depth and dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from float_tensors(getattr(value, field.name, None), depth - 1)
 
 
 def input_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
@@ -73,8 +77,12 @@ def _written_rows(cache_layer: Any, stored: Tensor, num_tokens: int) -> Tensor:
     # a static cache is longer than what is written: its own count says where this step's rows end
     end = cache_layer.get_seq_length()
     if isinstance(end, Tensor):
-        last = end.reshape(-1)[:1] - num_tokens
+        num_tokens = min(num_tokens, length)
+        # a window that has rolled on counts more than it holds: its last rows are the newest
+        last = end.reshape(-1)[:1].clamp(max=length) - num_tokens
         rows = last + torch.arange(num_tokens, device=stored.device)
         return stored.index_select(2, rows.clamp(0, length - 1))
+    # a window shorter than the prompt holds its last rows only
+    num_tokens = min(num_tokens, length)
     begin = min(max(0, int(end) - num_tokens), length - num_tokens)
     return stored.narrow(2, begin, num_tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import types
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -12,15 +13,17 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from firetower.attach.burned import BurnedRows
 from firetower.attach.device import DevicePanels, is_capturing, reset_compiled
 from firetower.attach.discover import Tap, discover
 from firetower.attach.firelog import FireLog
 from firetower.attach.frame import Call
-from firetower.attach.hooks import HostHooks, install
 from firetower.attach.freezing import GenerateCall, capture_folder, freeze
+from firetower.attach.hooks import HostHooks, install, one_line
 from firetower.attach.incident import build_fire, describe_fire
-from firetower.attach.isolate import RowGuard, generation_option, guarded_generate
+from firetower.attach.isolate import RowGuard, by_name, can_isolate, generation_option, guarded_generate, takes_guard
 from firetower.attach.ops import OpsWatch
+from firetower.attach.roots import num_running, parameter_names, step_roots
 from firetower.attach.step import Step
 from firetower.capture.store import CaptureFolder
 from firetower.core.errors import AttachError, NonFiniteError
@@ -64,6 +67,8 @@ def attach(
     Raises:
         AttachError: an unknown level or action, or something that is no ``nn.Module``.
     """
+    if isinstance(model, torch.jit.ScriptModule):
+        raise AttachError(f"model={type(model).__name__}: takes no hooks; attach to the module before scripting it")
     if not isinstance(model, nn.Module):
         raise AttachError(f"model={type(model).__name__}: must be a torch.nn.Module; pass the module that runs")
     for option, value, known in (("level", level, get_args(Level)), ("on_fire", on_fire, get_args(OnFire))):
@@ -109,14 +114,16 @@ class Watch:
         self._ops = OpsWatch(self._root) if level == "ops" else None
         self._log = FireLog(store)
         self._captures = capture_folder(captures, store)
-        self._running: GenerateCall | None = None
+        self._burned = BurnedRows()
         self._pending: Snapshot | None = None
         self._last: Step | None = None
         self._last_reading: Reading | None = None
         self._handles: list[RemovableHandle] = install(
             self._taps, self._hooks, self._device.mark, around=quiet if level == "ops" else None
         )
-        for module in {id(m): m for m in (self._root, model)}.values():
+        self._roots = step_roots(self._root, model, is_compiled=self._compiled)
+        self._names = {id(m): parameter_names(m) for m in self._roots}
+        for module in self._roots:
             self._handles.append(
                 module.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
             )
@@ -183,9 +190,10 @@ class Watch:
         }
 
     def detach(self) -> None:
-        """Take every hook off again; the model is exactly as before. Safe to call twice."""
+        """Take every hook off again; the model is exactly as before. Safe to call twice, and inside a call."""
         self._settle_pending()
         self._settle_stray()
+        self._leave_open_step()
         for handle in self._handles:
             handle.remove()
         self._unwrap_generate()
@@ -208,12 +216,16 @@ class Watch:
         step = self._hooks.step
         step.depth += 1
         if step.depth > 1:
-            return
+            step.depth = num_running(self._roots)
+            if step.depth > 1:
+                return
+            step.depth = 1
+            self._stop_ops()
         try:
             if not is_capturing():
                 self._settle_pending()
                 self._settle_stray()
-            step.begin(args, kwargs)
+            step.begin(args, kwargs, self._names[id(module)])
             assert step.call is not None
             self._device.begin(step.call)
             if self._ops:
@@ -226,12 +238,15 @@ class Watch:
             self._device.end_traced()
             return
         step = self._hooks.step
-        step.depth = max(0, step.depth - 1)
+        if step.depth == 0:
+            # another's hook raised before ours could begin the step
+            return
+        step.depth -= 1
         if step.depth:
             return
         fire = None
         try:
-            step.end()
+            step.end(output)
             self._last, self._last_reading = step, None
             if self._ops:
                 self._ops.end(output)
@@ -244,7 +259,11 @@ class Watch:
         except Exception as e:  # noqa: BLE001 - our failure must not stop inference; it is counted and shown
             self._failed(e)
         if fire is not None and self.on_fire == "raise":
-            raise NonFiniteError(fire, describe_fire(fire))
+            error = sys.exc_info()[1] if output is None else None
+            if error is None:
+                raise NonFiniteError(fire, describe_fire(fire))
+            # the forward failed by itself: its error goes on, with the likely cause beside it
+            error.add_note(describe_fire(fire))
 
     def _settle_pending(self) -> Fire | None:
         """Wait for a copy that is under way and act on it."""
@@ -264,6 +283,19 @@ class Watch:
         self._last, self._last_reading = step, None
         return self._settle(step)
 
+    def _leave_open_step(self) -> None:
+        """Settle a step that will not come to its end: the watch is detached inside it, or it was interrupted."""
+        step = self._hooks.step
+        if step.open:
+            step.is_stray = True
+            self._stop_ops()
+            self._settle_stray()
+        step.depth = 0
+
+    def _stop_ops(self) -> None:
+        if self._ops:
+            self._ops.end(None)
+
     def _raise_stray(self) -> None:
         fire = self._settle_stray()
         if fire is not None:
@@ -277,27 +309,31 @@ class Watch:
 
     def _settle(self, step: Step) -> Fire | None:
         """Turn a bad step into a fire, or into a repeat of the last one; returns the fire to raise."""
-        if step.call is not None and step.call.num_past == 0:
-            step.burned_before.clear()
         event = self._ops.origin if self._ops else None
         if step.origin() is None and event is None:
+            self._burned.note_clean(step)
             return None
         rows = self._rows_burned(step)
-        new = rows - step.burned_before
-        step.burned_before |= rows
+        guard = self._hooks.guard
+        if guard is not None:
+            self._hooks.burned.append((_batch(step), rows))
+        known = self._burned.of(step)
+        new = rows - known.rows
+        known.rows |= rows
         if not new and self.on_fire != "raise":
-            self._log.repeat()
+            self._log.repeat(known.fire_id)
             return None
         reading = self._reading_of(step)
         which: list[BurnedRow | None] = [None]
         if self.on_fire == "isolate" and all(b.first is not None for b in step.burned.values()):
             which = [b for b in step.burned.values() if b.sequence in new] or [None]
+        is_isolated = guard is not None and guard.isolate
+        outcome = Outcome.RECORDED if self.on_fire == "isolate" and not is_isolated else _OUTCOMES[self.on_fire]
         fire = None
         for row in which:
-            built = build_fire(
-                self.name, self._root, step, reading, _OUTCOMES[self.on_fire], row=row, ops=self._ops
-            )
+            built = build_fire(self.name, self._root, step, reading, outcome, row=row, ops=self._ops)
             fire = self._log.record(built)
+            known.fire_id = fire.id
             self._capture(fire, step)
         return fire
 
@@ -305,32 +341,43 @@ class Watch:
         if self._captures is None or fire.count > 1:
             return
         try:
-            self._captures.add_safely(freeze(fire, self._root, self.level, step.call, self._running))
+            self._captures.add_safely(freeze(fire, self._root, self.level, step.call, self._hooks.running))
         except Exception as e:  # noqa: BLE001 - a capture that cannot be made must not stop inference; it is counted
             self._failed(e)
 
     def _rows_burned(self, step: Step) -> set[int]:
         rows = step.rows_burned() | (self._ops.rows_burned() if self._ops else set())
         if not rows and self._ops and self._ops.origin and step.call is not None:
-            return set(range(step.call.shape()[0]))
+            return set(range(_batch(step)))
         return rows
 
     def _reading_of(self, step: Step) -> Reading:
         self._last_reading = self._ops.reading(step) if self._ops else step.reading()
         return self._last_reading
 
-    def _burned_in_last_step(self) -> set[int]:
-        """Sequences burned in the step that just ended; reads the panel where no Python ran in that step."""
+    def _burned_since(self) -> tuple[set[int], int]:
+        """Sequences burned since a token was last chosen, and how many sequences the last step had.
+
+        More than one step may lie between two tokens: chunks of a prompt, a guidance processor's own call. Reads the
+        panel where no Python ran in the last step.
+        """
         fire = self._settle_pending() if self._pending is not None else None
         if self._device.traced:
             fire = self._look_at_panel()
         if fire is not None and self.on_fire == "raise":
             raise NonFiniteError(fire, describe_fire(fire))
-        return self._rows_burned(self._hooks.step)
+        step = self._hooks.step
+        batch, rows = _batch(step), self._rows_burned(step)
+        burned, self._hooks.burned = self._hooks.burned, []
+        for num_rows, some in burned:
+            # an encoder ran before its rows were repeated for beams or several answers
+            each = max(1, batch // max(1, num_rows))
+            rows |= {row * each + i for row in some for i in range(each)}
+        return rows, batch
 
     def _failed(self, error: BaseException) -> None:
         self.failures += 1
-        self.last_failure = f"{type(error).__name__}: {error}"
+        self.last_failure = one_line(error)
         if self.failures == 1:
             _logger.warning("firetower: the watch failed and goes on without: %s", self.last_failure)
 
@@ -339,25 +386,41 @@ class Watch:
         generate = getattr(self.model, "generate", None)
         if not isinstance(generate, types.MethodType):
             return None
+        can_stop = takes_guard(generate, self.model) and can_isolate(generate)
+        if self.on_fire == "isolate" and not can_stop:
+            _logger.warning("firetower: %s.generate has a loop of its own: fires are recorded, not isolated", self.name)
+        if not takes_guard(generate, self.model):
+            return None
         self._generate_before = self.model.__dict__.get("generate")
 
         @functools.wraps(generate.__func__)
         def guarded(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
             inner = types.MethodType(generate.__func__, model)
-            if not self._handles:
+            named = by_name(inner, args, kwargs)
+            if named is None or not self._handles:
                 return inner(*args, **kwargs)
-            num_beams = int(generation_option(model, kwargs, "num_beams") or 1)
-            guard = RowGuard(num_beams, self._burned_in_last_step, isolate=self.on_fire == "isolate")
-            outer, self._running = self._running, GenerateCall.begin(args, kwargs)
-            try:
-                return guarded_generate(model, inner, guard, args, kwargs)
-            finally:
-                self._running = outer
+            isolate = self.on_fire == "isolate" and can_stop
+            return self._generate_guarded(model, inner, *named, isolate=isolate)
 
         guarded.watch = self  # type: ignore[attr-defined]
         bound = types.MethodType(guarded, generate.__self__)
         self.model.__dict__["generate"] = bound
         return bound
+
+    def _generate_guarded(
+        self, model: nn.Module, generate: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, isolate: bool
+    ) -> Any:
+        hooks = self._hooks
+        num_beams = int(generation_option(model, kwargs, "num_beams") or 1)
+        guard = RowGuard(num_beams, self._burned_since, isolate=isolate, on_failure=self._failed)
+        outer = hooks.running, hooks.guard, hooks.burned
+        hooks.running, hooks.guard, hooks.burned = GenerateCall.begin(args, kwargs), guard, []
+        try:
+            return guarded_generate(model, generate, guard, args, kwargs)
+        finally:
+            hooks.running, hooks.guard, hooks.burned = outer
+            if hooks.step.depth and num_running(self._roots) == 0:
+                self._leave_open_step()
 
     def _unwrap_generate(self) -> None:
         # a watch that was attached later still stands around ours: ours then passes calls on
@@ -374,6 +437,10 @@ class Watch:
     def __deepcopy__(self, memo: dict[int, Any]) -> Watch:
         # a copied model keeps its hooks: they report to this watch
         return self
+
+
+def _batch(step: Step) -> int:
+    return 1 if step.call is None else step.call.shape()[0]
 
 
 def _model_name(model: nn.Module) -> str:

@@ -2,7 +2,7 @@
 
 Each FIRE is an id in the store, or its unique beginning. A stored fire alone is little evidence: what it
 cannot tell is listed, and the public reports that it looks like are named with the test that would tell.
-For a live model, firetower.investigate goes further; from a verdict onwards every line names its test.
+A verdict that came with the fire, as from firetower.investigate, which runs the tests, is shown instead.
 """
 
 from __future__ import annotations
@@ -76,8 +76,9 @@ def _print_page(fire: Fire, verdict: Verdict, matches: tuple[Match, ...]) -> Non
     print(visible(f"{fire.id}: {where}{f' ({fire.origin.op})' if fire.origin.op else ''}"))
     for line in explain(verdict):
         print(visible(line))
-    if matches:
-        print("Resembles (a resemblance is no finding):")
+    if verdict.decided or not matches:
+        return
+    print("Resembles (a resemblance is no finding):")
     for m in matches:
         print(visible(f"  {m}"))
         print(visible(f"    {m.reports}; {m.command}"))

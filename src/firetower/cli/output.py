@@ -7,8 +7,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from firetower.core.codec import encode
-
 
 def say(*lines: str) -> None:
     """Talk to the user on stderr."""
@@ -18,6 +16,8 @@ def say(*lines: str) -> None:
 
 def print_json(value: Any) -> None:
     """One JSON document on stdout, non-finite floats encoded explicitly."""
+    from firetower.core.codec import encode
+
     print(json.dumps(encode(value), indent=2, ensure_ascii=False, allow_nan=False))
 
 

@@ -92,7 +92,7 @@ def fire_from_dict(data: Mapping[str, Any]) -> Fire:
         raise RecordError(f"schema={schema!r}: must be a whole number from 1 to {SCHEMA_VERSION}")
     if schema > SCHEMA_VERSION:
         raise RecordError(f"schema={schema}: newer than this firetower reads ({SCHEMA_VERSION}); upgrade firetower")
-    return _build(Fire, data, "fire")
+    return build_record(Fire, data, "fire")
 
 
 def dumps(value: Any) -> str:
@@ -100,7 +100,17 @@ def dumps(value: Any) -> str:
     return json.dumps(encode(value), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
 
 
-def _build(cls: type[R], data: Any, where: str) -> R:
+def build_record(cls: type[R], data: Any, where: str) -> R:
+    """Build any frozen record from its JSON form, field by field.
+
+    Args:
+        cls: the dataclass.
+        data: what `encode` made of one.
+        where: name of the record in error messages.
+
+    Raises:
+        RecordError: a missing, unknown or wrongly typed field.
+    """
     if not isinstance(data, Mapping):
         raise RecordError(f"{where}={data!r}: must be an object")
     fields: Callable[[Any], tuple[dict[str, Any], tuple[str, ...]]] = _fields
@@ -138,7 +148,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
             raise RecordError(f"{where}={value!r}: must be an object")
         return decode(dict(value))
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        return _build(hint, value, where)
+        return build_record(hint, value, where)
     if isinstance(hint, type) and issubclass(hint, StrEnum):
         try:
             return hint(value)

@@ -25,13 +25,18 @@ def all_drills() -> tuple[Drill, ...]:
 def find_drills(names: list[str]) -> tuple[Drill, ...]:
     """The drills of these names or cases (``bad-weight``, ``M1``), all of them when the list is empty.
 
+    A case may have several drills. A drill asked for twice is returned once.
+
     Raises:
         FiretowerError: an unknown name.
     """
-    known = {key.lower(): d for d in all_drills() for key in (d.name, d.case) if key}
+    if not names:
+        return all_drills()
+    found: list[Drill] = []
     for name in names:
-        if name.lower() not in known:
+        meant = [d for d in all_drills() if name.lower() in (d.name, d.case.lower())]
+        if not meant:
             listed = ", ".join(d.name for d in all_drills())
             raise FiretowerError(f"name={name}: no such drill; known: {listed}")
-    # asked for twice, by name and by case, it still runs once
-    return tuple(dict.fromkeys(known[name.lower()] for name in names)) if names else all_drills()
+        found += meant
+    return tuple(dict.fromkeys(found))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from firetower.drills.spec import Case
@@ -48,6 +48,7 @@ class Evidence:
     recurrences: Part = nothing
     positions: Part = None
     sampled: Part = nothing
+    launderers: Part = nothing
     collectives: Part = nothing
     laws: Part = nothing
 
@@ -83,6 +84,7 @@ def subject_of(case: Case) -> Evidence:
         "reference": seen.reference,
         "run": seen.run,
         "switches": seen.switches,
+        "launderers": seen.launderers,
     }
     if any(hasattr(m, "A_log") for m in case.model.modules()):
         own["recurrences"] = None
@@ -121,6 +123,10 @@ class _Seen:
     @property
     def _first_bad(self) -> Any:
         return self._recording.first_bad_in(self._case.real_rows)
+
+    def launderers(self) -> Sequence[str]:
+        """The ops that a bad value went into and did not come out of."""
+        return tuple(str(e) for e in self._recording.sensed.laundered)
 
     def weights(self) -> Sequence[Weight]:
         """Every parameter as it is, with its hash at the time when the case was built."""
@@ -174,8 +180,3 @@ class _Seen:
                 return Outcome(outputs=arrays_of(self._case.switches[request.switch](request.number)))
         ran = self._first_bad
         return None if ran is None else Outcome(outputs=arrays_of(zero_inputs(ran)))
-
-
-def parts(**given: Any) -> Mapping[str, Any]:
-    """Short for the parts of a case."""
-    return given

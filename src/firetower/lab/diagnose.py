@@ -43,7 +43,7 @@ def diagnose(subject: Subject, *, steps: Sequence[Step] = STEPS, num_replays: in
     """
     case = _Case(Look(subject, num_replays=num_replays), steps)
     case.run()
-    return _decided(case) if case.shown() else _undecided(case)
+    return _decided(case) if case.culprit() is not None else _undecided(case)
 
 
 @dataclasses.dataclass(slots=True)
@@ -102,6 +102,21 @@ class _Case:
         """Causes that are shown, upstream first."""
         return [c for c in CAUSES if c.standing(self.facts) == "shown"]
 
+    def culprit(self) -> Cause | None:
+        """The cause that the verdict names.
+
+        What handles a bad value badly is it only where nothing is known, or suspected, of what made that value.
+        """
+        shown = self.shown()
+        made = next((c for c in shown if DETAILS[c.key].role != "aftermath"), None)
+        if made is None and any(DETAILS[c.key].role != "aftermath" for c in self.open()):
+            return None
+        operands = self.facts.get("operands_finite")
+        if made is None and operands is not None and operands.holds:
+            # an op made it of finite operands, and nobody knows why
+            return None
+        return made or next(iter(shown), None)
+
     def open(self) -> list[Cause]:
         """Causes with something for them and nothing against, the best supported first; one a detail."""
         found = [c for c in CAUSES if c.standing(self.facts) == "open" and c.is_candidate(self.facts)]
@@ -114,7 +129,8 @@ class _Case:
         if len(found) == 1:
             untold = [n for n in found[0].excludes if n not in self.facts]
             alike = (c for n in untold for c in CAUSES if n in c.requires)
-            found += [c for c in alike if c.standing(self.facts) == "open"]
+            # hardware is suspected on evidence only
+            found += [c for c in alike if c.standing(self.facts) == "open" and not c.key.startswith("U/")]
         return list({c.key: c for c in found}.values())
 
     def step_for(self, cause: Cause) -> Step | None:
@@ -129,9 +145,8 @@ class _Case:
 
 
 def _decided(case: _Case) -> Verdict:
-    shown = case.shown()
-    # what handles a bad value badly is the verdict only where nothing is known of what made it
-    first = next((c for c in shown if DETAILS[c.key].role != "aftermath"), shown[0])
+    shown, first = case.shown(), case.culprit()
+    assert first is not None
     detail = DETAILS[first.key]
     refuter = _refuting_step(case, first)
     return Verdict(
@@ -149,7 +164,7 @@ def _decided(case: _Case) -> Verdict:
         retriable=detail.retriable,
         ignition=_ignition(case, first, shown),
         persistence=_persistence(case, shown),
-        aftermath=next((f"{c.key}: {DETAILS[c.key].title}" for c in shown if DETAILS[c.key].role == "aftermath"), ""),
+        aftermath=_aftermath(shown),
         not_testable=_not_testable(case),
     )
 
@@ -175,6 +190,7 @@ def _undecided(case: _Case) -> Verdict:
         next_command=step.command,
         ignition="not known",
         persistence=_persistence(case, []),
+        aftermath=_aftermath(case.shown()),
         not_testable=_not_testable(case),
         undecided_between=tuple(names),
     )
@@ -201,13 +217,14 @@ def _clean(case: _Case) -> Verdict:
 
 def _statement(case: _Case, cause: Cause, detail: Detail) -> str:
     seen = "; ".join(f.statement for f in cause.speaks_for(case.facts))
-    place = _place(case.look)
+    place = _place(case.look, seen)
     return f"{detail.title[0].upper()}{detail.title[1:]}{place}: {seen}."
 
 
-def _place(look: Look) -> str:
+def _place(look: Look, seen: str) -> str:
+    """Where the first bad op is, unless what was seen says it."""
     op = look.part("first_bad_op")
-    if not isinstance(op, Op) or not op.outputs:
+    if not isinstance(op, Op) or not op.outputs or f"{where(op)} stores" in seen:
         return ""
     bad = op.outputs[0]
     return f" ({where(op)} stores {kinds(bad)})" if num_nonfinite(bad) else f" (first seen at {where(op)})"
@@ -251,12 +268,11 @@ def _rival(cause: Cause, status: RivalStatus, why: str, test: str) -> Rival:
 
 
 def _refuting_step(case: _Case, cause: Cause) -> Step | None:
-    """The test that would overturn a verdict: one not run that speaks to it, else the one that decided it."""
-    names = {n.removeprefix("not ") for n in (*cause.against, *cause.excludes, *cause.requires)}
-    speaking = [s for s in STEPS if set(s.facts) & names]
-    fresh = [s for s in speaking if not set(s.facts) & set(case.facts)]
-    decisive = [s for s in speaking if set(s.facts) & set(cause.requires)]
-    return next(iter(fresh), None) or (max(decisive, key=lambda s: s.cost) if decisive else None)
+    """The test that would overturn a verdict: a cure that was not tried, else the dearest that decided it."""
+    cures = {n.removeprefix("not ") for n in cause.against if n.startswith("not ")} - set(case.facts)
+    untried = [s for s in STEPS if set(s.facts) & cures]
+    decisive = [s for s in STEPS if set(s.facts) & set(cause.requires)]
+    return next(iter(untried), None) or max(decisive, key=lambda s: s.cost, default=None)
 
 
 def _ignition(case: _Case, first: Cause, shown: Sequence[Cause]) -> str:
@@ -285,6 +301,11 @@ def _persistence(case: _Case, shown: Sequence[Cause]) -> str:
     return "not tested: states at request start were not seen"
 
 
+def _aftermath(shown: Sequence[Cause]) -> str:
+    after = (c.key for c in shown if DETAILS[c.key].role == "aftermath")
+    return next((f"{key}: {DETAILS[key].title}" for key in after), "")
+
+
 def _not_testable(case: _Case) -> tuple[str, ...]:
     return tuple(f"{part}: {why}" for part, why in case.look.missing.items())
 
@@ -303,7 +324,10 @@ def explain(verdict: Verdict) -> Iterator[str]:
     ):
         if text:
             yield f"  {name:11} {text}"
-    yield from _listed("Evidence", (str(e) for e in verdict.evidence))
+    speaking = [e for e in verdict.evidence if e.supports]
+    yield from _listed("Evidence", (str(e) for e in speaking))
+    if num_rest := len(verdict.evidence) - len(speaking):
+        yield f"{num_rest} further observations speak for no cause or rule one out (--json has them)."
     yield from _listed("Rivals", (f"{r.key}, {r.status}: {r.why}" for r in verdict.rivals))
     yield from _listed("Not testable", _by_reason(verdict.not_testable))
     yield f"Next: {verdict.next_test}: {verdict.next_command}"

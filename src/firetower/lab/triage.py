@@ -265,7 +265,8 @@ def _model(target: str, path: Path, settings: TriageSettings) -> Triage:
     watched, fire = _watched(path, settings)
     if watched.look is Look.FIRE:
         finding = f"The weights are sound and the model burns: {watched.said}."
-        command = f"firetower diagnose {fire}" if fire else f"firetower replay CAPTURE --target {quoted} --tries 40"
+        store = f" --store {shlex.quote(settings.store)}" if settings.store else ""
+        command = f"firetower diagnose {fire}{store}" if fire else f"firetower replay CAPTURE --target {quoted} --tries 40"
     elif watched.look is Look.UNKNOWN:
         finding, command = "The model could not be run here.", f"firetower scan {quoted}"
     else:

@@ -38,7 +38,8 @@ def curves(c: CampaignCurves) -> Html:
                 y_max=1.0,
             )
         )
-    notes = bullets(f"{a.name}: {a.survival_sentence}" for a in c.arms if a.survival_sentence)
+    said = " ".join(c.sentences)
+    notes = bullets(f"{a.name}: {a.survival_sentence}" for a in c.arms if a.survival_sentence not in said)
     return section("Curves", el("div", figures, class_="plots"), notes, id_="curves") if figures else Html("")
 
 

@@ -106,7 +106,9 @@ def campaign_lines(c: CampaignCurves) -> list[str]:
     lines = [c.title]
     lines += _listed("Result", c.sentences)
     lines += _listed("Arms", (f"{a.name} ({a.settings or 'as captured'}): {a.sentence}" for a in c.arms))
-    lines += _listed("Where fires start", (f"{a.name}: {a.survival_sentence}" for a in c.arms if a.survival_sentence))
+    said = " ".join(c.sentences)
+    starts = (f"{a.name}: {a.survival_sentence}" for a in c.arms if a.survival_sentence not in said)
+    lines += _listed("Where fires start", starts)
     lines += _listed("Limits", c.notes)
     lines += _listed("Environment", (f"{name}: {value}" for name, value in c.facts))
     return _safe(lines, limit=2000)

@@ -30,7 +30,7 @@ class Layout(StrEnum):
     """How a signal's dimensions map to sequences and tokens."""
 
     TOKENS = "[B, T, ...], [B*T, ...], or [B, K, ...] holding the last K tokens"
-    HEADS = "[B, heads, T, D]: keys and values"
+    HEADS = "[B, heads, K, D]: keys and values of the last K tokens"
     STATE = "[B, ...]: one state a sequence, no token"
 
 
@@ -58,8 +58,8 @@ def is_clean(x: Tensor, legal: Legal = Legal.FINITE) -> bool:
         return True
     if x.requires_grad:
         x = x.detach()
-    if x.is_complex():
-        x = torch.view_as_real(x)
+    if x.is_complex() or x.is_nested or x.layout is not torch.strided:
+        x = plain(x)
     if x.dtype not in SUM_DTYPE:
         x = x.to(torch.float32)
     if legal is Legal.NEG_INF:
@@ -67,6 +67,16 @@ def is_clean(x: Tensor, legal: Legal = Legal.FINITE) -> bool:
         return top - top == 0.0 or (top < 0 and not bool(torch.isnan(x).any()))
     total: float = x.sum(dtype=SUM_DTYPE[x.dtype]).item()
     return total - total == 0.0 or bool(torch.isfinite(x).all())
+
+
+def plain(x: Tensor) -> Tensor:
+    """``x`` as a dense real tensor: nested ones padded with zeros, sparse ones filled, complex ones [..., 2]."""
+    x = x.detach()
+    if x.is_nested:
+        x = torch.nested.to_padded_tensor(x, 0.0)
+    elif x.layout is not torch.strided:
+        x = x.to_dense()
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
 def bad_mask(x: Tensor, legal: Legal = Legal.FINITE) -> Tensor:
@@ -91,10 +101,7 @@ def first_bad(
     Returns:
         (first real, first pad), each None when there is none.
     """
-    x = x.detach()
-    if x.is_complex():
-        x = torch.view_as_real(x)
-    x = x.contiguous()
+    x = plain(x).contiguous()
     places = torch.nonzero(bad_mask(x, legal).reshape(-1)).reshape(-1)
     if places.numel() == 0:
         return None, None
@@ -104,7 +111,7 @@ def first_bad(
 
 def burned_sequences(x: Tensor, legal: Legal, frame: Frame) -> dict[int, BadValue]:
     """For each sequence of the batch with a bad real row in ``x``: its first bad element."""
-    x = x.detach().contiguous()
+    x = plain(x).contiguous()
     places = torch.nonzero(bad_mask(x, legal).reshape(-1)).reshape(-1)
     places = places[~_pad_of(places, x, frame)]
     sequence, _ = locate(places, x.shape, frame)
@@ -147,7 +154,10 @@ def locate(flat: Tensor, shape: tuple[int, ...], frame: Frame | None) -> tuple[T
     if frame.layout is Layout.STATE:
         return sequence, None
     if frame.layout is Layout.HEADS:
-        return (sequence, (rest // shape[3]) % shape[2]) if len(shape) == 4 else (sequence, None)
+        if len(shape) != 4 or shape[2] > t:
+            return sequence, None
+        # a sliding window may hold the last tokens of the step only
+        return sequence, (rest // shape[3]) % shape[2] + (t - shape[2])
     if len(shape) >= 3 and shape[1] <= t:
         return sequence, rest // (num_elements // b // shape[1]) + (t - shape[1])
     if t == 1:

@@ -109,13 +109,13 @@ def test_a_busy_server_is_asked_again_and_the_try_is_not_lost():
     assert Busy.num == 3
 
 
-def test_a_redirect_is_not_followed(monkeypatch):
+def test_a_redirect_is_not_followed():
     class Redirect(BaseHTTPRequestHandler):
-        seen = []
+        seen = ()
 
         def do_POST(self):
             self.rfile.read(int(self.headers["Content-Length"]))
-            Redirect.seen.append(self.path)
+            Redirect.seen += (self.path,)
             self.send_response(307)
             self.send_header("Location", "/elsewhere")
             self.end_headers()
@@ -126,7 +126,7 @@ def test_a_redirect_is_not_followed(monkeypatch):
     with _serve(Redirect) as url:
         result = Client(parse_url(url)).send(request())
     assert (result.end, result.detail) == (TryEnd.LOST, "HTTP 307 Temporary Redirect")
-    assert Redirect.seen == ["/v1/chat/completions"]
+    assert Redirect.seen == ("/v1/chat/completions",)
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")

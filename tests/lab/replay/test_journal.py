@@ -73,6 +73,28 @@ def test_a_second_fire_in_a_poisoned_process_does_not_count():
     assert set(state.counted) == {0}
 
 
+def test_replacing_poisoned_processes_does_not_bend_the_rate():
+    import random
+
+    rng, rate, fires = random.Random(0), 0.2, 0
+    for _ in range(400):
+        state, life, number = CampaignState(), 0, 0
+        while number < 20:
+            life += 1
+            is_poisoned = False
+            while number < 20 and not is_poisoned:
+                is_poisoned = rng.random() < rate
+                end = TryEnd.FIRE if is_poisoned else TryEnd.CLEAN
+                state.take_all(events_of(made(number, end, f"server {life}")))
+                number += 1
+            if is_poisoned:
+                state.take_all(events_of(canary(f"server {life}", persists=True)))
+        assert len(state.counted) == 20
+        fires += sum(t.end is TryEnd.FIRE for t in state.counted.values())
+    standard_error = (rate * (1 - rate) / 8000) ** 0.5
+    assert abs(fires / 8000 - rate) < 3 * standard_error
+
+
 def test_another_process_is_not_in_question():
     state = fold(made(0, TryEnd.FIRE), made(1, TryEnd.CLEAN, process="server 2"))
     assert set(state.counted) == {0, 1}
@@ -91,7 +113,7 @@ def test_a_number_that_ends_twice_counts_once():
     assert [t.end for t in state.tries()] == [TryEnd.CLEAN, TryEnd.DEPENDENT]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_no_history_counts_a_number_twice_or_a_try_after_its_process_was_poisoned(data):
     items, attempts = [], {}
@@ -124,7 +146,7 @@ def test_no_history_counts_a_number_twice_or_a_try_after_its_process_was_poisone
             )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(cut=st.integers(0, 4000))
 def test_a_journal_cut_at_any_byte_reads_up_to_the_last_whole_line(cut, tmp_path_factory):
     folder = tmp_path_factory.mktemp("cut")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -66,8 +67,6 @@ def test_fires_are_what_the_guard_says_with_origin_bits_and_place(folder, call, 
     assert all(t.bits == "7fc00000" and t.ignition is not None and t.ignition >= 1 for t in fires)
     assert all(t.num_tokens == 8 for t in campaign.tries if t.end is TryEnd.CLEAN)
     assert [c.persists for c in campaign.canaries] == [False] * (1 + len(fires))
-    again = run(call, settings(str(folder), 12, isolation=Isolation.NONE, seed_mode=SeedMode.FRESH, confidence=0.9))
-    assert [(t.end, t.ignition) for t in again.tries] == [(t.end, t.ignition) for t in campaign.tries]
 
 
 def test_ignition_is_the_token_that_follows_the_bad_one(folder, call, settings):
@@ -88,21 +87,28 @@ def test_ignition_is_the_token_that_follows_the_bad_one(folder, call, settings):
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     assert {r.end for r in results.values()} == {TryEnd.CLEAN, TryEnd.FIRE}
     for number, result in results.items():
-        torch.manual_seed(fresh_seed(0, number, 1))
-        ids = torch.tensor([PROMPT])
-        tokens = []
-        try:
-            with torch.inference_mode():
-                model.generate(
-                    ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=True,
-                    stopping_criteria=[lambda i, s: tokens.append(int(i[0, -1])) or torch.zeros(1, dtype=torch.bool)],
-                )  # fmt: skip
-        except RuntimeError:
-            pass  # the sampler meets the NaN
+        tokens = sampled_tokens(model, fresh_seed(0, number, 1))
         bad = next((i for i, t in enumerate(tokens) if t in BAD_TOKENS), None)
         burned = bad is not None and bad < 7
         assert (result.end is TryEnd.FIRE) is burned
         assert result.ignition == (bad + 1 if burned else None)
+
+
+def sampled_tokens(model, seed) -> list[int]:
+    """What the bare model samples; it ends where its sampler meets the NaN."""
+    torch.manual_seed(seed)
+    ids = torch.tensor([PROMPT])
+    tokens: list[int] = []
+
+    def note(input_ids, scores):
+        tokens.append(int(input_ids[0, -1]))
+        return torch.zeros(1, dtype=torch.bool)
+
+    with torch.inference_mode(), contextlib.suppress(RuntimeError):
+        model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=True, stopping_criteria=[note]
+        )
+    return tokens
 
 
 def test_every_try_as_captured_gets_its_own_random_state(folder, call):

@@ -16,7 +16,10 @@ from firetower.lab.replay.request import Edits, RequestMaker, without_images
 CHAT = {
     "model": "m",
     "messages": [
-        {"role": "user", "content": [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": "x"}}]},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": "x"}}],
+        },
         {"role": "user", "content": [{"type": "input_image", "image": "y"}]},
         {"role": "assistant", "content": "plain"},
     ],
@@ -49,7 +52,7 @@ def test_fresh_seeds_differ_by_try_and_attempt_and_fit_31_bits():
 
 
 def test_settings_of_one_name_are_one_arm_and_a_lone_arm_is_held_against_the_capture():
-    arms = parse_arms(["cold:temperature=0", "cold:stop=[\"a\"]", "cold:url=http://h:1", "cold:env.X=1", "cold:seed="])
+    arms = parse_arms(["cold:temperature=0", 'cold:stop=["a"]', "cold:url=http://h:1", "cold:env.X=1", "cold:seed="])
     assert arms == (
         Arm(name="as captured"),
         Arm(

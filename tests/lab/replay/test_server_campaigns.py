@@ -98,6 +98,10 @@ def test_after_a_fire_that_persists_no_further_try_counts(burning_server, captur
     assert campaign.canaries[1].persists is True
     assert campaign.canaries[1].after == 0
     assert any("--isolate-tries restart" in s for s in campaign.sentences)
+    assert any(
+        "asked 1 time after a fire or a lost try: the process stayed poisoned 1 time" in s for s in campaign.sentences
+    )
+    assert not any("before any try" in s for s in campaign.sentences)
 
 
 def test_tries_under_way_when_a_process_is_poisoned_are_set_aside(burning_server, capture, settings):
@@ -161,6 +165,13 @@ def test_never_more_requests_at_once_than_asked(concurrency, burning_server, cap
     with burning_server("bangs", 0.2, delay_s=0.05) as server:
         run(capture, settings(server.url, 12, concurrency=concurrency))
     assert server.max_in_flight == concurrency
+
+
+def test_the_limit_holds_over_all_arms_together(burning_server, capture, settings):
+    with burning_server("bangs", 0.2, delay_s=0.05) as server:
+        other = server.url.replace("127.0.0.1", "localhost")
+        run(capture, settings(server.url, 10, arms=("a:", f"b:url={other}"), concurrency=2))
+    assert server.max_in_flight == 2
 
 
 def test_arms_are_balanced_interleaved_and_send_what_they_say(burning_server, capture, settings):

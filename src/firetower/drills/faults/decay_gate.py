@@ -20,6 +20,7 @@ def _variants(seed: int) -> list[Variant]:
         _pure(rng.randrange(1 << 30)),
         _host(rng.randrange(1 << 30), "layers"),
         _host(rng.randrange(1 << 30), "ops"),
+        _host(rng.randrange(1 << 30), "layers"),
     ]
 
 

@@ -19,6 +19,7 @@ def _variants(seed: int) -> list[Variant]:
         _pure(rng.randrange(1 << 30), fused=False),
         _pure(rng.randrange(1 << 30), fused=True),
         _host("qwen35moe", rng.randrange(1 << 30)),
+        _host("qwen35moe", rng.randrange(1 << 30)),
         _host("smollm2", rng.randrange(1 << 30)),
     ]
 
@@ -77,7 +78,7 @@ def _host(host: Host, seed: int) -> Variant:
         layer = layers_of(model, "attention")[0]
         return with_truth(case, site(model, "attention", layer)) if fault else case
 
-    return Variant(id=f"row{row}of{tokens}-eager", host=host, level="layers", build=build)
+    return Variant(id=f"row{row}of{tokens}-eager-{seed % 1000}", host=host, level="layers", build=build)
 
 
 DRILL = Drill(

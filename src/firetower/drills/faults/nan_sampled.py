@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from random import Random
-from typing import Literal
+from typing import Any, Literal
 
 from firetower.core.records import Kind
 from firetower.drills import refuters
@@ -45,7 +46,8 @@ def _pure(seed: int, sampler: str, level: Literal["layers", "ops"]) -> Variant:
             kind=Kind.NAN,
             bad_weight=True,
         )
-        return Case(model=model, args=(ids,), expected=origin if fault else None)
+        case = Case(model=model, args=(ids,), expected=origin if fault else None)
+        return _seen_at_sampler(case, model.lm_head)
 
     id = f"{sampler.lower()}-row{row}of{tokens}-vocab{vocab_size}-{level}"
     return Variant(id=id, host="pure", level=level, build=build)
@@ -72,11 +74,36 @@ def _host(host: Host, seed: int) -> Variant:
         ids = prompt(model, pick, pick.randint(3, 6))
         options = {"max_new_tokens": num_new, "do_sample": False, "pad_token_id": 0}
         case = Case(model=model, args=(ids,), kwargs=options, method="generate")
+        case = _seen_at_sampler(case, head)
         return with_truth(case, site(model, "logits"), bad_weight=True, laundered=False) if fault else case
 
     return Variant(
         id=f"greedy-{num_new}tokens-token{token}-column{column}", host=host, level="layers", build=build
     )
+
+
+def _seen_at_sampler(case: Case, head: Any) -> Case:
+    """What a server sees: rows of logits and the tokens made of them; no weight, and no op before the head."""
+
+    def sampled() -> tuple[Any, ...]:
+        seen: list[Any] = []
+        hook = head.register_forward_hook(lambda _, __, out: seen.append(out.reshape(-1, out.shape[-1]).clone()))
+        chosen = case.call().flatten().tolist()
+        hook.remove()
+        # a step's last rows are the ones that were sampled
+        logits = [row for step in seen for row in (step if case.method == "__call__" else step[-1:])]
+        return tuple(_records(logits, chosen[-len(logits) :]))
+
+    unseen = dict.fromkeys(("weights", "first_bad_op", "reference", "states", "valid_rows", "slots", "recurrences", "launderers"))
+    return dataclasses.replace(case, parts={**unseen, "sampled": sampled})
+
+
+def _records(logits: list[Any], tokens: list[int]) -> list[Any]:
+    from firetower.drills.arrays import to_array
+    from firetower.lab.subject import Sampled
+
+    pairs = zip(logits, tokens, strict=True)
+    return [Sampled(row=i, logits=to_array("logits", x), token_id=t) for i, (x, t) in enumerate(pairs)]
 
 
 DRILL = Drill(

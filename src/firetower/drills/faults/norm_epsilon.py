@@ -17,6 +17,7 @@ def _variants(seed: int) -> list[Variant]:
         _pure(rng.randrange(1 << 30)),
         _pure(rng.randrange(1 << 30)),
         _key_norm_op(rng.randrange(1 << 30)),
+        _key_norm_op(rng.randrange(1 << 30)),
         _zero_embedding(rng.randrange(1 << 30)),
     ]
 
@@ -65,7 +66,7 @@ def _key_norm_op(seed: int) -> Variant:
         ids = prompt(model, Random(seed), tokens)
         return Case(model=model, args=(ids,), expected=origin if fault else None)
 
-    return Variant(id=f"key-norm-head{head}-fp16", host="qwen35moe", level="ops", build=build)
+    return Variant(id=f"key-norm-head{head}-{tokens}tokens-fp16", host="qwen35moe", level="ops", build=build)
 
 
 def _zero_embedding(seed: int) -> Variant:

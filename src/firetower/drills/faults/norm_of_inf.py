@@ -15,6 +15,7 @@ def _variants(seed: int) -> list[Variant]:
         _pure(rng.randrange(1 << 30), residual=False),
         _pure(rng.randrange(1 << 30), residual=True),
         _residual_stream(rng.randrange(1 << 30)),
+        _residual_stream(rng.randrange(1 << 30)),
         _down(rng.randrange(1 << 30)),
     ]
 
@@ -70,7 +71,7 @@ def _residual_stream(seed: int) -> Variant:
         row[y.abs().argmax()] = (56000.0 if fault else 20000.0) / y[y.abs().argmax()]
         return with_truth(case, site(model, "output", layer)) if fault else case
 
-    return Variant(id=f"layer{layer}-residual-fp16", host="qwen35moe", level="layers", build=build)
+    return Variant(id=f"layer{layer}-residual-{seed % 1000}-fp16", host="qwen35moe", level="layers", build=build)
 
 
 def _down(seed: int) -> Variant:

@@ -25,6 +25,7 @@ def _variants(seed: int) -> list[Variant]:
         _pure(rng.randrange(1 << 30)),
         _pure(rng.randrange(1 << 30)),
         _host("qwen35moe", rng.randrange(1 << 30)),
+        _host("qwen35moe", rng.randrange(1 << 30)),
         _host("smollm2", rng.randrange(1 << 30)),
     ]
 
@@ -85,7 +86,7 @@ def _host(host: Host, seed: int) -> Variant:
         layer = layers_of(model, "attention")[0]
         return with_truth(case, site(model, "kv", layer)) if fault else case
 
-    return Variant(id=f"row{row}of{tokens}", host=host, level="layers", build=build)
+    return Variant(id=f"row{row}of{tokens}-{seed % 1000}", host=host, level="layers", build=build)
 
 
 DRILL = Drill(

@@ -15,7 +15,7 @@ _FAINT = {"fp32": 20.0, "bf16": 20.0, "fp16": 8.0}
 def _variants(seed: int) -> list[Variant]:
     rng = Random(f"router-renorm/{seed}")
     pure = [_pure(rng.randrange(1 << 30), dtype) for dtype in rng.sample(("fp32", "bf16", "fp16"), 2)]
-    hosts = [_host(rng.randrange(1 << 30), layer) for layer in rng.sample(range(4), 2)]
+    hosts = [_host(rng.randrange(1 << 30), layer) for layer in rng.sample(range(4), 3)]
     return [*pure, *hosts]
 
 

@@ -26,7 +26,7 @@ UPSTREAM = (
 
 COMMON = frozenset(
     ("operands_finite", "wider_finite", "wide_field_finite", "logits_finite", "wrong_always", "after_verify",
-     "after_transfer", "changed_weight_is_read", "weight_zeroed", "op_reads_zero_weight", "zero_denominator")
+     "after_transfer", "changed_weight_is_read", "weight_zeroed", "zero_denominator")
 )  # fmt: skip
 """Facts that many causes share: alone they make no cause a candidate."""
 
@@ -110,6 +110,7 @@ CAUSES: tuple[Cause, ...] = (
     _cause("D/BUFFER_OVERWRITTEN_BEFORE_USE", "overwritten_before_use wrong_always"),
     _cause("C/PADS_IN_SHARED_SCALE", "fills_differ reduces_over_pads", "reads_stale_row"),
     _cause("C/UNINIT_READ", "fills_differ", "reads_stale_row reduces_over_pads"),
+    _cause("C/UNINIT_READ", "reads_unwritten fills_differ", "reads_stale_row reduces_over_pads"),
     _cause("L/EVICTED_IN_USE", "evicted_in_use"),
     _cause("L/EXPERT_SLOT_MISMATCH", "slot_mismatch", "evicted_in_use", against=("not misses_cure",)),
     _cause("L/UNWRITTEN_DST_ROW", "destination_unwritten", "slot_mismatch"),
@@ -132,11 +133,12 @@ CAUSES: tuple[Cause, ...] = (
     _cause("P/ZERO_OUTPUT", "zero_output", "op_reads_zero_weight",
            against=("destination_unwritten", "wrong_sometimes")),
     _cause("H/ROUTER_RENORM_0_OVER_0", "zero_denominator renormalises_gates",
-           "rowmax_outside row_all_neg_inf zero_output", against=UPSTREAM),
+           "rowmax_outside row_all_neg_inf zero_output op_reads_zero_weight", against=UPSTREAM),
     _cause("H/NORM_EPSILON_LOST", "zero_denominator epsilon_lost",
-           "rowmax_outside row_all_neg_inf zero_output renormalises_gates", against=UPSTREAM),
+           "rowmax_outside row_all_neg_inf zero_output op_reads_zero_weight renormalises_gates", against=UPSTREAM),
     _cause("H/DIVISION_BY_ZERO", "zero_denominator operands_finite",
-           "rowmax_outside row_all_neg_inf zero_output renormalises_gates epsilon_lost empty_split",
+           "rowmax_outside row_all_neg_inf zero_output op_reads_zero_weight renormalises_gates "
+           "epsilon_lost empty_split",
            against=(*UPSTREAM, "quant_field_overflows")),
     _cause("A/OVERFLOW_ACTIVATION", "first_is_inf operands_finite wider_finite wider_exceeds",
            "operands_absurd quant_field_overflows exp_of_weight inf_only_where_masked grows_with_time "

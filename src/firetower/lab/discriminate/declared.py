@@ -15,6 +15,7 @@ MIN_SATURATED_FRAC = 0.1
 """Share of values at the largest code from which a fixed scale counts as too small; outliers are fewer."""
 
 _ANGLES = ("cos", "sin", "polar")
+_CASTS = ("to_copy", "to", "cast", "convert", "astype", "float", "half", "bfloat16")
 
 
 def _fields(look: Look) -> Iterator[Fact]:
@@ -151,7 +152,11 @@ def _angles(look: Look) -> Iterator[Fact]:
     cast = [
         (o, o.inputs[0], o.outputs[0])
         for o in (op, *op.producers)
-        if o.inputs and o.outputs and o.inputs[0].is_integer and o.inputs[0].values.shape == o.outputs[0].values.shape
+        if root(o) in (*_CASTS, *_ANGLES)
+        and o.inputs
+        and o.outputs
+        and o.inputs[0].is_integer
+        and o.inputs[0].values.shape == o.outputs[0].values.shape
     ]
     off = [(o, a, b) for o, a, b in cast if (a.values.astype(np.float64) != b.values.astype(np.float64)).any()]
     if off and (angular or num_nonfinite(off[0][2])):

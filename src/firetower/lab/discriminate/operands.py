@@ -17,6 +17,7 @@ from firetower.lab.discriminate.values import (
     is_float,
     kinds,
     num_nonfinite,
+    number,
     raw_bits,
     root,
     type_max,
@@ -24,7 +25,7 @@ from firetower.lab.discriminate.values import (
 )
 from firetower.lab.subject import Array, Floats, Op
 
-_MOVES_BITS = ("view", "copy", "clone", "reshape", "to_copy")
+_ZERO_MAKERS = ("new_zeros", "zeros", "zeros_like", "zero", "fill")
 
 
 def _finite(look: Look) -> Iterator[Fact]:
@@ -74,12 +75,12 @@ def _wider(look: Look) -> Iterator[Fact]:
     largest = float(np.abs(wide[bad]).max()) if bad.any() else absmax(answer[0])
     limit = type_max(stored)
     exceeds = bool(bad.any()) and largest > limit
-    yield fact("wider_finite", True, f"{where(op)} recomputed in {dtype} is finite, up to {largest:,.6g}")
+    yield fact("wider_finite", True, f"{where(op)} recomputed in {dtype} is finite, up to {number(largest)}")
     sign = ">" if exceeds else "<="
     yield fact(
         "wider_exceeds",
         exceeds,
-        f"recomputed in {dtype}: {largest:,.6g} {sign} {limit:,.6g}, the most {stored.type_name} holds",
+        f"recomputed in {dtype}: {number(largest)} {sign} {number(limit)}, the most {stored.type_name} holds",
     )
 
 
@@ -111,6 +112,8 @@ def _norm(look: Look) -> Iterator[Fact]:
         else f"{where(op)} was not given an Inf that a norm turns into one NaN and zeros"
     )
     yield fact("inf_into_norm", hit, text)
+    if not hit:
+        return
     made = [o for o in op.producers if o.outputs and num_nonfinite(o.outputs[0]) and all_finite(o.inputs)]
     yield fact("inf_maker_seen", bool(made), f"made by {where(made[0])}" if made else "what made it was not seen")
 
@@ -130,6 +133,9 @@ def _zero(look: Look) -> Iterator[Fact]:
             text = f"{where(op)} stores {what} for finite, non-zero operands; recomputed it is not zero"
             yield fact("zero_output", True, text)
             return
+    if any(root(o) in _ZERO_MAKERS and o.outputs and o.outputs[0].values.ndim for o in _upstream(look.op)):
+        # zeros that no operand explains: whether something else should have been there cannot be told
+        return
     yield fact("zero_output", False, f"no op up to {where(look.op)} answers zeros for non-zero operands")
 
 
@@ -193,15 +199,6 @@ def _summaries(look: Look) -> Iterator[Fact]:
 
 STEPS = (
     Step(
-        name="stored-summaries",
-        title="what do the summaries in the stored fire say?",
-        cost=Cost.READ,
-        needs=("fire",),
-        facts=("operands_finite", "weight_nonfinite", "op_reads_bad_weight", "first_is_inf"),
-        command="firetower fires show FIRE",
-        run=_summaries,
-    ),
-    Step(
         name="operands-finite",
         title="are the operands of the first bad op finite, and what did it store?",
         cost=Cost.READ,
@@ -225,7 +222,7 @@ STEPS = (
         cost=Cost.RECOMPUTE,
         needs=("first_bad_op",),
         facts=("zero_output",),
-        command="recompute the op by another backend",
+        command="firetower.investigate(model, **inputs): it computes the products before the op again",
         run=_zero,
     ),
     Step(
@@ -234,7 +231,17 @@ STEPS = (
         cost=Cost.RECOMPUTE,
         needs=("first_bad_op", "reference"),
         facts=("wider_finite", "wider_exceeds"),
-        command="recompute the op in float32 (in float64 where it is float32)",
+        command="firetower.investigate(model, **inputs): it computes the op again in a wider type",
         run=_wider,
+    ),
+    # last: the op itself tells more than its summary
+    Step(
+        name="stored-summaries",
+        title="what do the summaries in the stored fire say?",
+        cost=Cost.READ,
+        needs=("fire",),
+        facts=("operands_finite", "weight_nonfinite", "op_reads_bad_weight", "first_is_inf"),
+        command="firetower fires show FIRE",
+        run=_summaries,
     ),
 )

@@ -24,8 +24,9 @@ def _masked_rows(look: Look) -> Iterator[Fact]:
         for a in near.inputs:
             if not is_float(a) or a.values.ndim < 1 or a.values.shape[-1] < 2:
                 continue
-            empty = np.isneginf(rows_of(a.values)).all(-1)
-            if not empty.any():
+            empty = np.asarray(np.isneginf(rows_of(a.values)).all(-1))
+            # rows of scores, not of values: what burns are the same rows, and only they
+            if not empty.any() or not _burns(op, empty):
                 continue
             row = int(np.flatnonzero(empty)[0])
             rows = f"{int(empty.sum())} of {empty.size} rows"
@@ -33,6 +34,16 @@ def _masked_rows(look: Look) -> Iterator[Fact]:
             yield fact("row_all_neg_inf", True, text)
             return
     yield fact("row_all_neg_inf", False, f"no row before {where(op)} is all -inf")
+
+
+def _burns(op: Op, rows: Floats) -> bool:
+    """Whether the bad rows of an op's output are exactly ``rows``; True where there is no output to look at."""
+    if not op.outputs or not is_float(op.outputs[0]) or not op.outputs[0].values.ndim:
+        return True
+    out = rows_of(op.outputs[0].values)
+    # -Inf of a mask may stay beside it
+    bad = np.asarray((np.isnan(out) | np.isposinf(out)).any(-1))
+    return bad.shape == rows.shape and bool((bad == rows).all())
 
 
 def _splits(look: Look) -> Iterator[Fact]:
@@ -260,7 +271,7 @@ STEPS = (
         cost=Cost.RECOMPUTE,
         needs=("first_bad_op",),
         facts=("epsilon_lost",),
-        command="recompute the norm in float32",
+        command="firetower.investigate(model, **inputs): it computes the norm again in float32",
         run=_epsilon,
     ),
     Step(

@@ -79,6 +79,11 @@ def rows_of(values: Floats) -> Floats:
     return values.reshape(-1, values.shape[-1]) if values.ndim else values.reshape(1, 1)
 
 
+def number(x: float) -> str:
+    """``78,000``, ``7,307,520``, ``1e+39``."""
+    return f"{x:,.0f}" if 1e6 <= abs(x) < 1e12 else f"{x:,.6g}"
+
+
 def first_place(a: Array) -> str:
     """``row 2, column 7`` of the first non-finite element."""
     rows = rows_of(a.values)

@@ -18,12 +18,14 @@ from firetower.core.errors import ReplayError
 from firetower.core.records import new_fire_id, utc_now
 from firetower.lab.replay.arms import Arm
 from firetower.lab.replay.canary import CanaryProbe
+from firetower.lab.replay.child import ChildPlace
 from firetower.lab.replay.journal import Journal, plain
-from firetower.lab.replay.places import ChildPlace, LocalPlace, Place, ServerPlace
+from firetower.lab.replay.places import LocalPlace, Place, ServerPlace
 from firetower.lab.replay.plan import make_plan
 from firetower.lab.replay.records import Campaign, CampaignEnd, Isolation
 from firetower.lab.replay.request import RequestMaker
-from firetower.lab.replay.run import CampaignRunner, Options, Seat
+from firetower.lab.replay.run import CampaignRunner
+from firetower.lab.replay.seats import Options, Seat
 from firetower.lab.replay.settings import CampaignSettings
 from firetower.lab.replay.state import CampaignState
 from firetower.lab.replay.summary import Design, arms_differ, counted_tries, summarize

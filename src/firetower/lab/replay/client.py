@@ -201,6 +201,8 @@ class Client:
             for line in reader.lines():
                 if judge.feed(sse.feed(line)) and self._cuts:
                     return ""
+                if line.rstrip() == b"data: [DONE]":
+                    break  # not every server ends the connection after its last word
         except TimeoutError:
             if judge.is_fire:
                 return ""

@@ -62,7 +62,7 @@ class ModelRunner:
         """
         torch = self._torch
         started = time.monotonic()
-        num_prompt = 0
+        num_prompt, num_failures = 0, self._watch.failures
         if request.seed is None:
             torch.seed()
         else:
@@ -78,7 +78,7 @@ class ModelRunner:
             return result_of_fire(e.fire, seconds=seconds, ignition=_ignition(e.fire, num_prompt))
         except Exception as e:  # noqa: BLE001 - a failing try must not end the campaign; it is counted and shown
             return lost(type(e).__name__, seconds=time.monotonic() - started, message=str(e)[:400])
-        if self._watch.failures:
+        if self._watch.failures > num_failures:
             return lost("the watch failed", seconds=time.monotonic() - started, message=self._watch.last_failure or "")
         return Result(end=TryEnd.CLEAN, seconds=time.monotonic() - started, num_tokens=int(output.shape[1]) - length)
 

@@ -136,7 +136,7 @@ class Canary:
 
     Attributes:
         process: as in `Try`.
-        after: number of the try whose fire it follows; None before the first try and after a wait.
+        after: number of the try whose fire, or loss, put the process in question; None before the first try there.
         at: UTC.
         burned: how many of the prompts burned. prompts: how many were answered.
         persists: True: poisoned, later tries there are dependent; None: no answer, or the canary cannot tell.

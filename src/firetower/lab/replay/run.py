@@ -11,76 +11,25 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from enum import Enum, auto
 from functools import partial
 from typing import Any
 
 from firetower.core.errors import FiretowerError, ReplayError
 from firetower.core.records import utc_now
 from firetower.lab.replay.arms import Arm
-from firetower.lab.replay.canary import CanaryProbe, CanaryResult
+from firetower.lab.replay.canary import CanaryResult
 from firetower.lab.replay.journal import Journal
 from firetower.lab.replay.judge import Result
-from firetower.lab.replay.places import Place
 from firetower.lab.replay.plan import PlannedTry
 from firetower.lab.replay.records import CampaignEnd, Canary, Isolation, Try, TryEnd
 from firetower.lab.replay.request import RequestMaker
+from firetower.lab.replay.seats import Condition, Options, Seat
 from firetower.lab.replay.state import CampaignState
 
 MAX_LOST_IN_A_ROW = 8
 MAX_BURNED_OPENS = 3
 _TICK_S = 0.25
 _CLOSE_S = 10.0
-
-
-class _Is(Enum):
-    """Condition of a seat."""
-
-    NEW = auto()
-    OPENING = auto()
-    READY = auto()
-    SUSPECT = auto()
-    """A fire or a lost try there; the canary is due once nothing is under way."""
-    STALE = auto()
-    """To be restarted before the next try."""
-    WAITING = auto()
-    """Poisoned or silent, and nobody but its owner can restart it."""
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Seat:
-    """A place and what is known of it."""
-
-    place: Place
-    probe: CanaryProbe
-    condition: _Is = _Is.NEW
-    name: str = ""
-    in_flight: int = 0
-    after: int | None = None
-    was_open: bool = False
-    num_burned_opens: int = 0
-    waits_since: float | None = None
-    look_at: float = 0.0
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """How a campaign runs.
-
-    Attributes:
-        concurrency: requests at once. isolation: see `Isolation`.
-        recover_wait_s: how long to wait for a poisoned or silent place that only others can restart.
-        stop: asked while watching, after every settled try; True ends the campaign early.
-        tick: called about four times a second, and after each event.
-        say: told once of each kind of failure, in words that may hold content.
-    """
-
-    concurrency: int = 1
-    isolation: Isolation = Isolation.NONE
-    recover_wait_s: float = 60.0
-    stop: Callable[[], bool] | None = None
-    tick: Callable[[int], None] = lambda in_flight: None
-    say: Callable[[str], None] = lambda text: None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -132,6 +81,7 @@ class CampaignRunner:
         self._threads: set[threading.Thread] = set()
         self._in_flight: set[int] = set()
         self._num_busy = 0
+        self._num_opening = 0
         self._num_lost_in_a_row = 0
         self._told: set[str] = set()
         self._ended: CampaignEnd | None = None
@@ -158,7 +108,7 @@ class CampaignRunner:
             self._options.tick(len(self._in_flight))
             if not self._num_busy and self._ended is not None:
                 return self._ended
-            if not self._num_busy and self._state.prefix(len(self._plan)) == len(self._plan):
+            if self._num_busy == self._num_opening and self._state.prefix(len(self._plan)) == len(self._plan):
                 return CampaignEnd.PLANNED
             try:
                 self._take(self._done.get(timeout=_TICK_S))
@@ -170,13 +120,13 @@ class CampaignRunner:
     def _launch(self) -> bool:
         """Start the most urgent thing that can be started; False where there is nothing."""
         for seat in self._all_seats:
-            if seat.condition is _Is.SUSPECT and not seat.in_flight:
+            if seat.condition is Condition.SUSPECT and not seat.in_flight:
                 return self._spawn(seat, "canary", partial(seat.probe.look, seat.place.run))
         if self._ended is not None:
             return False
         now = time.monotonic()
         for seat in self._all_seats:
-            if seat.condition is _Is.WAITING and seat.look_at <= now and self._is_needed(seat):
+            if seat.condition is Condition.WAITING and seat.look_at <= now and self._is_needed(seat):
                 return self._spawn(seat, "canary", partial(seat.probe.look, seat.place.run))
         promised: dict[int, int] = {}
         return any(self._launch_try(planned, promised) for planned in self._next_tries())
@@ -184,11 +134,10 @@ class CampaignRunner:
     def _next_tries(self) -> Iterator[PlannedTry]:
         """Tries to make now, in order; a few ahead, so that one busy seat does not idle the others."""
         left = 2 * self._options.concurrency * max(1, len(self._arms))
-        for planned in self._plan[self._state.prefix(len(self._plan)) :]:
-            number = planned.number
+        for number in range(self._state.prefix(len(self._plan)), len(self._plan)):
             if number in self._in_flight or self._state.is_settled(number) or self._state.is_held(number):
                 continue
-            yield planned
+            yield self._plan[number]
             left -= 1
             if not left:
                 return
@@ -197,16 +146,16 @@ class CampaignRunner:
         """Make a try, or open a place for it; ``promised`` counts tries that places being opened will take."""
         seats = self._seats[planned.arm]
         for seat in seats:
-            if seat.condition is _Is.READY and seat.in_flight < seat.place.capacity:
+            if seat.condition is Condition.READY and seat.in_flight < seat.place.capacity:
                 return self._spawn_try(seat, planned)
         promised[id(seats)] = promised.get(id(seats), 0) + 1
-        if promised[id(seats)] <= sum(s.place.capacity for s in seats if s.condition is _Is.OPENING):
+        if promised[id(seats)] <= sum(s.place.capacity for s in seats if s.condition is Condition.OPENING):
             return False
         for seat in seats:
-            if seat.condition is _Is.STALE and not seat.in_flight:
+            if seat.condition is Condition.STALE and not seat.in_flight:
                 return self._spawn(seat, "open", partial(self._open, seat, seat.place.restart))
         for seat in seats:
-            if seat.condition is _Is.NEW:
+            if seat.condition is Condition.NEW:
                 return self._spawn(seat, "open", partial(self._open, seat, seat.place.start))
         return False
 
@@ -227,7 +176,7 @@ class CampaignRunner:
 
     def _spawn(self, seat: Seat, what: str, task: Callable[[], Any], **details: Any) -> bool:
         if what != "try":
-            seat.condition = _Is.OPENING
+            seat.condition = Condition.OPENING
 
         def work() -> None:
             try:
@@ -237,6 +186,7 @@ class CampaignRunner:
             self._done.put(_Done(seat, what, value, **details))
 
         self._num_busy += 1
+        self._num_opening += what == "open"
         self._threads = {t for t in self._threads if t.is_alive()}
         thread = threading.Thread(target=work, name=f"firetower {what}", daemon=True)
         self._threads.add(thread)
@@ -245,14 +195,24 @@ class CampaignRunner:
 
     def _take(self, done: _Done) -> None:
         self._num_busy -= 1
+        self._num_opening -= done.what == "open"
         if isinstance(done.value, Exception):
-            raise done.value if isinstance(done.value, FiretowerError) else _unexpected(done)
-        if done.what == "try":
+            self._take_failure(done)
+        elif done.what == "try":
             self._take_try(done)
         elif done.what == "open":
             self._take_open(done.seat, done.value)
         else:
             self._take_look(done.seat, done.value)
+
+    def _take_failure(self, done: _Done) -> None:
+        """A place that cannot be opened ends the campaign, unless others of its kind work."""
+        others = [s for group in self._seats.values() if done.seat in group for s in group if s is not done.seat]
+        if done.what == "open" and any(s.condition is Condition.READY for s in others):
+            done.seat.condition = Condition.GONE
+            self._say(f"one place less: {done.value}")
+            return
+        raise done.value if isinstance(done.value, FiretowerError) else _unexpected(done)
 
     def _take_try(self, done: _Done) -> None:
         seat, planned, result = done.seat, done.planned, done.value
@@ -265,12 +225,12 @@ class CampaignRunner:
         if result.fatal:
             raise ReplayError(result.fatal)
         if seat.place.is_gone:
-            seat.condition = _Is.STALE
+            seat.condition = Condition.STALE
         elif made.end is not TryEnd.CLEAN:
-            seat.condition = _Is.SUSPECT
+            seat.condition = Condition.SUSPECT
             seat.after = made.number if seat.after is None else seat.after
         elif self._options.isolation is Isolation.PROCESS:
-            seat.condition = _Is.STALE
+            seat.condition = Condition.STALE
         self._num_lost_in_a_row = self._num_lost_in_a_row + 1 if made.end is TryEnd.LOST else 0
         if self._num_lost_in_a_row >= MAX_LOST_IN_A_ROW:
             self._ended = self._ended or CampaignEnd.FAILING
@@ -291,7 +251,7 @@ class CampaignRunner:
         if seat.num_burned_opens >= MAX_BURNED_OPENS:
             self._ended = self._ended or CampaignEnd.POISONED
         if seat.place.can_restart:
-            seat.condition = _Is.STALE
+            seat.condition = Condition.STALE
         else:
             self._wait(seat, CampaignEnd.POISONED)
 
@@ -305,18 +265,17 @@ class CampaignRunner:
             else:
                 self._wait(seat, CampaignEnd.POISONED if look.prompts else CampaignEnd.FAILING)
         elif self._options.isolation is not Isolation.NONE and seat.place.can_restart:
-            seat.condition = _Is.STALE
+            seat.condition = Condition.STALE
         elif is_well:
-            seat.condition = _Is.READY
+            seat.condition = Condition.READY
         else:
             self._wait(seat, CampaignEnd.POISONED if look.prompts else CampaignEnd.FAILING)
         self._ask_stop()
 
     def _take_canary(self, seat: Seat, look: CanaryResult) -> bool:
-        after, seat.after = seat.after, None
         canary = Canary(
             process=seat.name,
-            after=after,
+            after=seat.after,
             at=utc_now(),
             burned=look.burned,
             prompts=look.prompts,
@@ -326,12 +285,15 @@ class CampaignRunner:
         self._add("canary", canary=canary)
         if look.fatal:
             raise ReplayError(look.fatal)
-        if look.persists is not False:
-            self._say(f"the canary in {seat.name}: {look.detail}. {look.message}".rstrip())
-        return look.persists is False
+        if look.persists is False:
+            seat.after = None
+            return True
+        what = "is poisoned, the canary shows it" if look.persists else "does not answer the canary"
+        self._say(f"{seat.name} {what}: {look.detail}. {look.message}".rstrip())
+        return False
 
     def _welcome(self, seat: Seat) -> None:
-        seat.condition, seat.was_open = _Is.READY, True
+        seat.condition, seat.was_open = Condition.READY, True
         seat.waits_since, seat.num_burned_opens = None, 0
 
     def _wait(self, seat: Seat, ended: CampaignEnd) -> None:
@@ -341,7 +303,7 @@ class CampaignRunner:
         waited = now - seat.waits_since
         if waited >= self._options.recover_wait_s:
             self._ended = self._ended or ended
-        seat.condition = _Is.WAITING
+        seat.condition = Condition.WAITING
         seat.look_at = now + min(max(0.2, waited), 10.0, max(0.2, self._options.recover_wait_s - waited))
 
     def _is_needed(self, seat: Seat) -> bool:
@@ -354,6 +316,7 @@ class CampaignRunner:
             self._ended = CampaignEnd.EARLY
 
     def _name(self, seat: Seat) -> None:
+        seat.after = None
         index = self._state.num_processes + 1
         seat.name = f"{seat.place.noun} {index}"
         self._add("process", index=index, name=seat.name)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from firetower.capture.files import replace_file
-from firetower.core.codec import _build as _checked
+from firetower.core.codec import build_record as _checked
 from firetower.core.codec import encode
 from firetower.core.errors import CaptureError, RecordError, ReplayError
 from firetower.lab.replay.records import CAMPAIGN_SCHEMA, Campaign

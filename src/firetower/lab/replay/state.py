@@ -62,6 +62,8 @@ class CampaignState:
         self.ended: str | None = None
         self.last_at = ""
         self._order: list[Try] = []
+        self._held: set[int] = set()
+        self._first_open = 0
         self._processes: dict[str, _Process] = {}
 
     def take(self, event: Mapping[str, Any]) -> None:
@@ -98,15 +100,13 @@ class CampaignState:
 
     def is_held(self, number: int) -> bool:
         """Whether an attempt of it waits for a canary."""
-        return any(t.number == number for p in self._processes.values() for t in p.held)
-
-    def is_in_question(self, process: str) -> bool:
-        """Whether a fire or a lost try there was not followed by a canary yet."""
-        return self._processes.setdefault(process, _Process()).in_question
+        return number in self._held
 
     def prefix(self, size: int) -> int:
         """How many numbers from 0 on, of a plan of ``size``, are settled without a gap."""
-        return next((n for n in range(size) if not self.is_settled(n)), size)
+        while self.is_settled(self._first_open):
+            self._first_open += 1
+        return min(self._first_open, size)
 
     def tries(self) -> tuple[Try, ...]:
         """Every attempt that ended, in the order of their ends; held ones as dependent."""
@@ -130,9 +130,10 @@ class CampaignState:
             self.aside.append(_set_aside(made, POISONED))
         elif process.in_question:
             process.held.append(made)
+            self._held.add(made.number)
         else:
             self._settle(made)
-        if made.end not in (TryEnd.CLEAN,):
+        if made.end is not TryEnd.CLEAN:
             process.in_question = True
 
     def _take_canary(self, event: Mapping[str, Any]) -> None:
@@ -140,6 +141,7 @@ class CampaignState:
         self.canaries.append(canary)
         process = self._processes.setdefault(canary.process, _Process())
         held, process.held = process.held, []
+        self._held -= {t.number for t in held}
         process.in_question = False
         process.is_poisoned = canary.persists is not False
         for made in held:
@@ -155,6 +157,7 @@ class CampaignState:
     def _take_session(self, event: Mapping[str, Any]) -> None:
         """Another run of the command: nobody will ever ask a canary about what was held back before."""
         self.ended = None
+        self._held.clear()
         for process in self._processes.values():
             held, process.held = process.held, []
             self.aside += [_set_aside(t, HELD_BACK) for t in held]

@@ -263,14 +263,15 @@ def _end_sentences(
     first = next((c for c in burned if c.after is None), None)
     if first is not None:
         yield (
-            f"The canary burned in {first.process} without a fire before it ({first.detail}): what burns there "
+            f"The canary burned in {first.process} before any try was made there ({first.detail}): what burns there "
             "needs no captured request. Next: firetower triage."
         )
-    after = [c for c in state.canaries if c.after is not None and c.prompts]
+    # a process that is waited for is asked again and again: the first answer is the one about the fire
+    after = {c.after: c for c in reversed(state.canaries) if c.after is not None and c.prompts}
     if after:
-        kept = sum(c.persists is True for c in after)
+        kept = sum(c.persists is True for c in after.values())
         yield (
-            f"The canary was sent {count(len(after), 'time')} after a fire or a lost try: "
+            f"The canary was asked {count(len(after), 'time')} after a fire or a lost try: "
             f"the process stayed poisoned {count(kept, 'time')}."
         )
     if (num := sum(a.num_dependent for a in arms)) > 0:
@@ -295,7 +296,7 @@ _ENDS = {
     CampaignEnd.INTERRUPTED: "Interrupted. The same command goes on where it stopped.",
     CampaignEnd.POISONED: (
         "Stopped: the process is poisoned and nothing restarts it. Restart it, then give the same command; or let "
-        "firetower do it: --isolate-tries restart."
+        "firetower do it: --isolate-tries restart (of a server: with --restart-command)."
     ),
     CampaignEnd.FAILING: "Stopped: no answers any more. The same command goes on once the target answers again.",
 }

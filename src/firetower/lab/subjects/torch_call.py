@@ -161,7 +161,8 @@ class TorchSubject:
         """The ops that a bad value went into and did not come out of."""
         self._ensure_served()
         assert self._trace is not None
-        return tuple(str(e) for e in self._trace.laundered)
+        found = self._trace.laundered
+        return tuple(f"{e.op} in {e.module or 'the call'} took a {e.first.kind} in and shows none" for e in found)
 
     @contextlib.contextmanager
     def _context(self, switch: Switch | None) -> Iterator[None]:

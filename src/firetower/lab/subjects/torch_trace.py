@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -15,7 +18,6 @@ from torch.utils.hooks import RemovableHandle
 from firetower.lab.subject import Array, Op
 from firetower.sensors.ops_kinds import OpInfo, op_info
 from firetower.sensors.ops_mode import OpsMode, quiet
-from firetower.sensors.ops_modules import source_line
 from firetower.sensors.ops_table import storage_key
 from firetower.sensors.ops_values import named_arguments, tensors_in
 
@@ -29,6 +31,8 @@ MAX_ELEMENTS = 1 << 24
 MAX_UPSTREAM = 32
 """Most ops that are shown upstream of the first bad one."""
 
+_PACKAGE = Path(__file__).parents[2]
+_NOT_CALLERS = (str(Path(torch.__file__).parent), *(str(_PACKAGE / room) for room in ("lab", "sensors", "attach")))
 _EXPONENTIALS = frozenset(("exp", "exp2", "softmax", "log_softmax", "logsumexp", "safe_softmax"))
 
 
@@ -172,13 +176,21 @@ class Trace(OpsMode):  # type: ignore[no-untyped-call]
                     self._writers[storage_key(x)] = index
 
     def _note_absmax(self, index: int, found: tuple[Tensor, ...], record: Record | None) -> None:
-        line = f"{self.stack.path} {source_line()}"
+        line = f"{self.stack.path} {caller_line()}"
         if record is not None and index == self.target:
             record.source = line
             return
         if found and found[0].is_floating_point() and found[0].numel():
             x = found[0].detach().float()
             self._history.append((line, float(torch.where(torch.isfinite(x), x, 0).abs().max())))
+
+
+def caller_line() -> str:
+    """``file:line`` of the innermost frame that is neither torch's, nor the sensors', nor the lab's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_CALLERS):
+        frame = frame.f_back
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _copy(x: Tensor) -> Tensor:
