@@ -13,7 +13,11 @@ import firetower
 from firetower.core.errors import NonFiniteError
 from firetower.drills import hosts
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    # PyTorch hides this one by itself while it traces, but not from a filter that makes errors of warnings
+    pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
 
 
 class Net(nn.Module):

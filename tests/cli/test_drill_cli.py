@@ -20,7 +20,7 @@ def test_list_names_every_drill(capsys):
 def test_list_as_json(capsys):
     assert main(["drill", "--list", "--json", "M1", "T1"]) == 0
     listed = json.loads(capsys.readouterr().out)["drills"]
-    assert [d["name"] for d in listed] == ["bad-weight", "rope-position"]
+    assert [d["name"] for d in listed] == ["bad-weight", "rope-position", "rounded-positions"]
     assert "conv_state" in listed[0]["stages"]
 
 

@@ -15,32 +15,47 @@ from firetower.drills.runner import observe, pick, run_variant
 from firetower.drills.spec import Drill, Variant
 
 BOARD = [(d, v) for d in all_drills() for v in d.variants(0)]
+
+IN_A_HOST = ("bad-weight", "every-stage", "activation-overflow", "state-not-cleared", "slot-mismatch", "zero-output")
+"""Drills of which the default run takes every variant in a small host; of the others it takes those without one."""
 has_smollm2 = (cache_folder() / "models" / SMOLLM2_FILE).is_file()
 
 
-def _params(slow: bool):
-    chosen = [(d, v) for d, v in BOARD if (v.host == "smollm2") is slow]
-    return [pytest.param(d, v, id=f"{d.name}-{v.id}") for d, v in chosen]
+def _is_quick(drill, variant):
+    return variant.host == "pure" or (variant.host != "smollm2" and drill.name in IN_A_HOST)
+
+
+def _params(*, quick: bool, smollm2: bool = False):
+    chosen = [(d, v) for d, v in BOARD if _is_quick(d, v) is quick and (v.host == "smollm2") is smollm2]
+    return [pytest.param(d, v, id=f"{d.name}-{v.host}-{v.id}") for d, v in chosen]
 
 
 def _assert_exact(drill: Drill, variant: Variant) -> None:
     result = run_variant(drill, variant)
     assert result.skipped is None
-    assert result.seen is not None, f"planted {result.expected}: nothing reported"
+    assert result.is_detected, f"planted {result.expected or result.places}: nothing reported"
     assert result.mismatches == (), f"planted {result.expected}: reported {result.seen}"
+    assert result.is_placed, f"planted {result.places}: not named by {result.judgement}"
     assert result.twin is None
+    assert result.is_twin_silent, result.judgement
     assert result.failures == ()
     assert result.is_exact
 
 
-@pytest.mark.parametrize(("drill", "variant"), _params(slow=False))
+@pytest.mark.parametrize(("drill", "variant"), _params(quick=True))
 def test_origin_is_exact_and_twin_silent(drill, variant):
     _assert_exact(drill, variant)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("drill", "variant"), _params(quick=False))
+def test_origin_is_exact_in_every_other_variant(drill, variant):
+    _assert_exact(drill, variant)
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not has_smollm2, reason="needs `make models`")
-@pytest.mark.parametrize(("drill", "variant"), _params(slow=True))
+@pytest.mark.parametrize(("drill", "variant"), _params(quick=False, smollm2=True))
 def test_origin_is_exact_inside_smollm2(drill, variant):
     _assert_exact(drill, variant)
 
@@ -138,8 +153,8 @@ def test_a_black_box_that_breaks_is_told_and_the_board_goes_on(monkeypatch):
 def test_pick_draws_as_many_as_asked_for_from_later_seeds():
     drill = find_drills(["rope-position"])[0]
     drawn = pick(drill, 0, 10)
-    assert [v.id for v in drawn[:4]] == [v.id for v in drill.variants(0)]
-    assert [v.id for v in drawn[4:8]] == [v.id for v in drill.variants(1)]
+    assert [v.id for v in drawn[:5]] == [v.id for v in drill.variants(0)]
+    assert [v.id for v in drawn[5:]] == [v.id for v in drill.variants(1)]
     assert len(drawn) == 10
     assert {v.host for v in pick(drill, 0, 3, "pure")} == {"pure"}
     assert pick(drill, 0, 3, "qwen4exp") == []
@@ -147,5 +162,6 @@ def test_pick_draws_as_many_as_asked_for_from_later_seeds():
 
 def test_drills_are_found_by_name_and_by_case_once():
     assert [d.name for d in find_drills(["m1", "bad-weight", "A1"])] == ["bad-weight", "activation-overflow"]
+    assert [d.name for d in find_drills(["T1"])] == ["rope-position", "rounded-positions"]
     with pytest.raises(FiretowerError, match="known: activation-overflow"):
         find_drills(["no-such"])

@@ -14,9 +14,16 @@ from firetower.lab.across import across
 
 def summary(name: str, num_nan: int = 0) -> TensorSummary:
     return TensorSummary(
-        name=name, shape=(4, 4), dtype="float16", num_nan=num_nan, num_pos_inf=0, num_neg_inf=0, absmax=1.0, zero_frac=0.0,
+        name=name,
+        shape=(4, 4),
+        dtype="float16",
+        num_nan=num_nan,
+        num_pos_inf=0,
+        num_neg_inf=0,
+        absmax=1.0,
+        zero_frac=0.0,
         headroom=None,
-    )  # fmt: skip
+    )
 
 
 def verdict(detail: str = "M/BAD_WEIGHT", **fields) -> dict:

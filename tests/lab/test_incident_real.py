@@ -87,6 +87,14 @@ def test_no_single_cause_is_proven(real):
     assert {h.key for h in real.having("favoured")} == {"C", "J"}
 
 
+def test_audits_and_kinds_of_layers_are_shown(real):
+    [line] = [f for f in real.fires if f.id == "D"]
+    assert line.summary.startswith("layer 37 miss (gdn), bits ffc00000 float32, position 85,965, try 9")
+    assert "planned row audit: 7fffffff, layer 38, row 15, column 2176, expert 5" in line.summary
+    assert "stage audit: gate 7fffffff, layer 47" in line.summary
+    assert trait(real, "kind of layer") == {"gdn": 2}
+
+
 def test_single_fires_exclude_different_causes(real):
     excludes = {f.id: dict(f.excludes) for f in real.fires}
     assert "76,800 values" in excludes["C"]["P/CPU_KERNEL"]

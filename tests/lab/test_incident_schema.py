@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -103,10 +104,8 @@ KEYS = st.sampled_from(sorted(json.loads((DATA / "hybrid-moe-offload.json").read
 
 @given(st.dictionaries(KEYS, JSON, max_size=4))
 def test_any_json_is_read_or_refused_by_name(data):
-    try:
+    with contextlib.suppress(RecordError):
         incident_from_dict(data)
-    except RecordError as e:
-        assert str(e)
 
 
 def test_only_fires_with_a_place_become_fires_of_the_store():

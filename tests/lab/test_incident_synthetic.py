@@ -79,10 +79,13 @@ def test_clean_slots_exclude_a_slot_mismatch_but_not_an_eviction():
     assert standings["L/EVICTED_IN_USE"] == "favoured"
 
 
-def test_a_difference_from_the_file_does_not_exclude_it():
+def test_a_difference_from_the_file_speaks_for_it():
     data = facts("evicted-expert")
     data["fires"][0]["slot_vs_file"] = {"slot": 3, "layer": 4, "expert": 9, "identical": False}
-    assert {h.key: h.standing for h in analysed(data).hypotheses}["L/EXPERT_SLOT_MISMATCH"] != "excluded"
+    analysis = analysed(data)
+    [seen] = [o for o in analysis.observations if o.name == "slots"]
+    assert seen.speaks["L/EXPERT_SLOT_MISMATCH"] == "for"
+    assert "slot 3, layer 4, expert 9" in seen.statement
 
 
 def test_a_test_of_the_reporter_may_name_its_families():

@@ -155,6 +155,7 @@ def test_the_key_goes_into_the_header_and_nowhere_else(serve, monkeypatch):
 def test_a_model_that_the_server_does_not_list_is_told(serve):
     found = triage(serve(well).url, TriageSettings(model="other"))
     assert "other is not among them" in found.checks[0].said
+    assert found.checks[0].look is Look.WARN
 
 
 def test_no_url_with_a_key_in_it():

@@ -26,7 +26,8 @@ class BurnedRows:
     """
 
     def __init__(self) -> None:
-        self._by_cache: weakref.WeakKeyDictionary[Any, Burned] = weakref.WeakKeyDictionary()
+        # by identity: a cache may be a dataclass, which has no hash
+        self._by_cache: dict[int, tuple[weakref.ref[Any], Burned]] = {}
         self._unknown = threading.local()
 
     def of(self, step: Step) -> Burned:
@@ -35,7 +36,7 @@ class BurnedRows:
         if cache is None:
             known: Burned = self._unknown.__dict__.setdefault("burned", Burned())
         else:
-            known = self._by_cache.setdefault(cache, Burned())
+            known = self._of_cache(cache)
         if _is_first(step):
             known.rows.clear()
         return known
@@ -44,9 +45,15 @@ class BurnedRows:
         """A cache that starts anew has no burned rows left."""
         if (self._by_cache or self._unknown.__dict__) and _is_first(step):
             self._unknown.__dict__.clear()
-            cache = _cache(step)
-            if cache is not None:
-                self._by_cache.pop(cache, None)
+            self._by_cache.pop(id(_cache(step)), None)
+
+    def _of_cache(self, cache: Any) -> Burned:
+        key = id(cache)
+        found = self._by_cache.get(key)
+        if found is None:
+            found = weakref.ref(cache, lambda _: self._by_cache.pop(key, None)), Burned()
+            self._by_cache[key] = found
+        return found[1]
 
 
 def _cache(step: Step) -> Any:

@@ -319,7 +319,9 @@ class Watch:
             self._hooks.burned.append((_batch(step), rows))
         known = self._burned.of(step)
         new = rows - known.rows
-        known.rows |= rows
+        # beams change places: what burned one of a prompt's rows goes on in any of them
+        unit = 1 if guard is None else guard.num_beams
+        known.rows |= {row - row % unit + i for row in rows for i in range(unit)}
         if not new and self.on_fire != "raise":
             self._log.repeat(known.fire_id)
             return None

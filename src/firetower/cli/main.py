@@ -90,7 +90,8 @@ class _Version(argparse.Action):
     """Looks the version up only when it is asked for: that costs 20 ms, too much for every start."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        parser.exit(message=f"firetower {_version()}\n")
+        print(f"firetower {_version()}")
+        parser.exit()
 
 
 def _version() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 Speaks = Literal["for", "against", "excludes"]
 """How an observation bears on a hypothesis. ``excludes``: it cannot be the one cause of what was seen."""
@@ -193,7 +193,3 @@ class CampaignCurves:
     sentences: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     facts: tuple[tuple[str, str], ...] = ()
-
-    def to_mapping(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
-        return dataclasses.asdict(self)

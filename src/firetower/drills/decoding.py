@@ -22,7 +22,9 @@ def attending(host: Host, seed: int, length: int, rule: Rule, number: int, *, fa
     """
     if host == "pure":
         module = PagedAttention(32, seed, rule)
-        return Case(model=module, args=(torch.randn(length, 32, generator=generator(seed)),))
+        case = Case(model=module, args=(torch.randn(length, 32, generator=generator(seed)),))
+        case.call()  # what the rule keeps over its calls is there before anybody watches
+        return case
     model = stateful(host, seed)
     ids = tokens(model, seed, length)
     context = after(model, ids[:, :-1])
@@ -32,4 +34,5 @@ def attending(host: Host, seed: int, length: int, rule: Rule, number: int, *, fa
         return step(model, ids[:, -1:], copy.deepcopy(context))
 
     case = dataclasses.replace(Case(model=model), serve=serve)
+    case.call()
     return with_truth(case, site(model, "attention", layer)) if fault else case

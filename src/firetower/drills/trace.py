@@ -42,8 +42,8 @@ class Operand:
 class Ran:
     """One op that ran, or one module that counts as one.
 
-    ``first`` and ``last`` are numbers of the ops that it is made of. ``again`` computes it once more from
-    operands of the caller's making.
+    ``first`` and ``last`` are numbers of the ops that it is made of; ``is_module``: it is a module that counts as
+    one op. ``again`` computes it once more from operands of the caller's making.
     """
 
     first: int
@@ -54,6 +54,7 @@ class Ran:
     operands: list[Operand]
     outputs: list[Tensor]
     again: Callable[[Callable[[Operand], Tensor], torch.dtype | None], list[Tensor]]
+    is_module: bool = False
     users: list[Ran] = dataclasses.field(default_factory=list)
 
 
@@ -97,10 +98,10 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def first_bad(self) -> Ran | None:
         """The op where the first bad value began, by the black box."""
         event = self.sensed.origin
-        if event is None:
-            return None
-        # a module that counts as one op stands for those inside of it
-        return next((r for r in self.ran if r.first <= event.index <= r.last), None)
+        found = [r for r in self.ran if event is not None and r.first <= event.index <= r.last]
+        # a module that counts as one op stands for those inside of it, and stores no legal -Inf
+        found += [r for r in self.ran if r.is_module and any(_is_bad(x) or _has_neg_inf(x) for x in r.outputs)]
+        return min(found, key=lambda r: r.first, default=None)
 
     def first_bad_in(self, real_rows: Tensor | None) -> Ran | None:
         """The op where the first bad value of a real row began, when pads may hold anything."""
@@ -131,7 +132,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 again = _module_again(module, given, operands)
                 last = max(first, self.sensed.num_ops - 1)
                 with quiet():
-                    ran = Ran(first, last, self._kernels[path], path, "", operands, [], again)
+                    ran = Ran(first, last, self._kernels[path], path, "", operands, [], again, is_module=True)
                     self._add(ran, [x for x in tree_leaves(output) if isinstance(x, Tensor)])
 
         return hook
@@ -295,11 +296,15 @@ def _arrays(operands: Iterator[Operand]) -> Iterator[Array]:
     return (to_array(o.name, o.value) for o in operands if o.value.numel())
 
 
-def _is_bad(x: Tensor, real_rows: Tensor) -> bool:
+def _has_neg_inf(x: Tensor) -> bool:
+    return x.is_floating_point() and bool(x.isneginf().any())
+
+
+def _is_bad(x: Tensor, real_rows: Tensor | None = None) -> bool:
     if not x.is_floating_point() or not x.numel():
         return False
     rows = x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)
-    rows = rows[real_rows] if len(rows) == len(real_rows) else rows
+    rows = rows[real_rows] if real_rows is not None and len(rows) == len(real_rows) else rows
     return bool((rows.isnan() | rows.isposinf()).any())
 
 

@@ -203,11 +203,14 @@ def _model_name(client: Client, settings: TriageSettings) -> tuple[str | None, C
     )
     if answer is None:
         return settings.model, Check(name="models", look=Look.UNKNOWN, said="the server did not answer")
-    said = f"the server lists {', '.join(names[:MAX_SHOWN]) or 'no model'}"
-    if settings.model and names and settings.model not in names:
-        said += f"; {settings.model} is not among them"
     chosen = settings.model or (names[0] if names else None)
-    return chosen, Check(name="models", look=Look.CLEAN if names else Look.UNKNOWN, said=said)
+    if not names:
+        said = "the server lists no model" + ("" if chosen else "; give --model NAME if it wants one")
+        return chosen, Check(name="models", look=Look.UNKNOWN, said=said)
+    said = f"the server lists {', '.join(names[:MAX_SHOWN])}"
+    if chosen not in names:
+        return chosen, Check(name="models", look=Look.WARN, said=f"{said}; {chosen} is not among them")
+    return chosen, Check(name="models", look=Look.CLEAN, said=said)
 
 
 def _canary(probe: CanaryProbe, client: Client) -> Check:
@@ -266,7 +269,9 @@ def _model(target: str, path: Path, settings: TriageSettings) -> Triage:
     if watched.look is Look.FIRE:
         finding = f"The weights are sound and the model burns: {watched.said}."
         store = f" --store {shlex.quote(settings.store)}" if settings.store else ""
-        command = f"firetower diagnose {fire}{store}" if fire else f"firetower replay CAPTURE --target {quoted} --tries 40"
+        command = (
+            f"firetower diagnose {fire}{store}" if fire else f"firetower replay CAPTURE --target {quoted} --tries 40"
+        )
     elif watched.look is Look.UNKNOWN:
         finding, command = "The model could not be run here.", f"firetower scan {quoted}"
     else:

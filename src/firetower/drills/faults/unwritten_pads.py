@@ -101,7 +101,11 @@ def _host(host: Host, seed: int, stage: str) -> Variant:
             kwargs=kwargs,
             serve=serve,
             switches=_fills(workspace, ~is_real, serve),
-            parts={"valid_rows": (_rows("the workspace", is_real, read_pads=fault),)},
+            # what pads hold decides which experts they go to, and so how many rows a product has
+            parts={
+                "valid_rows": (_rows("the workspace", is_real, read_pads=fault),),
+                "clean_twin_bit_stable": False,
+            },
             real_rows=is_real,
         )
         return with_truth(case, where, row_mask=mask, pad_before_real=True) if fault else case

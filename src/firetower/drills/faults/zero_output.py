@@ -58,7 +58,7 @@ def _pure(seed: int) -> Variant:
         origin = Origin(
             module="1", op="aten.rsqrt.default", row=0, column=0, kind=Kind.POS_INF, zero_input=True
         )
-        return Case(model=model, args=(x,), expected=origin if fault else None)
+        return Case(model=model, args=(x,), expected=origin if fault else None, kernels={"0": "mm"})
 
     return Variant(id=f"linear-32to{width}-m{_ROWS}", host="pure", level="ops", build=build)
 
@@ -78,7 +78,8 @@ def _host(seed: int, name: str, level: Literal["layers", "ops"]) -> Variant:
         projection, norm = getattr(attention, f"{name}_proj"), getattr(attention, f"{name}_norm")
         norm.eps = 0.0
         replace_forward(projection, _broken(projection, fault))
-        case = Case(model=model, args=(prompt(model, Random(seed), _ROWS),))
+        kernels = {f"model.layers.{layer}.self_attn.{name}_proj": "mm"}
+        case = Case(model=model, args=(prompt(model, Random(seed), _ROWS),), kernels=kernels)
         if not fault:
             return case
         if level == "layers":

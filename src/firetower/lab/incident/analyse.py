@@ -18,6 +18,7 @@ MAX_FIRES = 200
 """Fires shown one by one; the traits and the table take all of them."""
 
 MAX_NEXT = 5
+NOTHING = "nothing that was seen bears on it"
 FAVOURED = 2
 """Observations for a hypothesis, less those against it, from which it is favoured."""
 
@@ -71,7 +72,7 @@ def _hypothesis(candidate: Candidate, seen: Sequence[Observation]) -> Hypothesis
     elif len(named["against"]) > len(named["for"]):
         standing, why = "weakened", _weighed(named)
     else:
-        standing, why = "open", _weighed(named) if said else "nothing that was seen bears on it"
+        standing, why = "open", _weighed(named) if said else NOTHING
     return Hypothesis(
         key=candidate.key,
         title=candidate.title,
@@ -134,6 +135,7 @@ def _traits(case: Case) -> Iterator[Trait]:
     if case.layers:
         yield _trait(case, "layer", (str(x) for x in sorted(case.layers)))
     columns: tuple[tuple[str, Callable[[Sighting], object]], ...] = (
+        ("kind of layer", lambda s: s.layer_kind),
         ("side", lambda s: SIDES.get(s.side, s.side)),
         ("residency", lambda s: s.residency),
         ("phase", lambda s: s.phase),
@@ -174,11 +176,12 @@ def _bits(case: Case) -> Iterator[BitsLine]:
 
 def _line(s: Sighting) -> FireLine:
     parts = [
-        s.origin or "not traced",
+        (f"{s.origin} ({s.layer_kind})" if s.layer_kind else s.origin) or "not traced",
         f"bits {s.bits_hex} {s.dtype}" if s.bits is not None else "",
         f"position {s.position:,}" if s.position is not None else "",
         f"try {s.try_number}" if s.try_number is not None else s.at,
         s.build,
+        *s.audits,
         f"verdict {s.verdict}" if s.verdict else "",
         f"seen {s.count} times" if s.count > 1 else "",
     ]
@@ -196,7 +199,8 @@ def _concluded(case: Case) -> tuple[tuple[str, str], ...]:
 
 
 def _next_steps(case: Case, hypotheses: Sequence[Hypothesis]) -> Iterator[str]:
-    favoured = [h for h in hypotheses if h.standing == "favoured"] or [h for h in hypotheses if h.standing == "open"]
+    supported = [h for h in hypotheses if h.standing == "open" and h.why != NOTHING]
+    favoured = [h for h in hypotheses if h.standing == "favoured"] or supported
     for h in favoured[:MAX_NEXT]:
         yield f"{h.key}: {h.test}"
     untraced = case.num_fires - case.num_traced

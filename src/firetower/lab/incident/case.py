@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from firetower.core.formats import classify
 from firetower.core.records import Fire, Kind
-from firetower.lab.incident.records import Incident, IncidentFire, RuledOut
+from firetower.lab.incident.records import Incident, IncidentFire, Place, RuledOut
 from firetower.lab.incident.sighting import LAYER_ORDER, SIDES, STATES, Sighting, machine_of, sighting_of
 
 
@@ -203,7 +203,10 @@ def _sighting(fire: IncidentFire, incident: Incident) -> Sighting:
         states_finite=False if stage in STATES else True if any(_names(c, STATES) for c in clean) else None,
         first_layers=fire.first_layers,
         clean=(*fire.clean, *(f"{n} ({v:,} values)" for n, (v, bad) in fire.mapped.items() if not bad)),
-        slot_is_identical=_slot(fire),
+        slot_is_identical=_slot(fire, identical=True),
+        slot_differs=_slot(fire, identical=False),
+        layer_kind=fire.layer_kinds.get(str(layer), ""),
+        audits=tuple(_audit(name, place) for name, place in fire.audits.items()),
     )
 
 
@@ -225,7 +228,14 @@ def _names(text: str, words: Iterable[str]) -> bool:
     return text.split(" ")[0].split("(")[0].lower() in words
 
 
-def _slot(fire: IncidentFire) -> str:
-    if fire.slot.get("identical") is not True:
+def _audit(name: str, place: Place) -> str:
+    named = (("layer", place.layer), ("row", place.row), ("column", place.column), ("expert", place.expert))
+    where = ", ".join(f"{k} {v}" for k, v in named if v is not None)
+    what = " ".join(filter(None, (place.stage, place.bits_hex)))
+    return ", ".join(filter(None, (f"{name.replace('_', ' ')}: {what}", where)))
+
+
+def _slot(fire: IncidentFire, *, identical: bool) -> str:
+    if fire.slot.get("identical") is not identical:
         return ""
     return ", ".join(f"{k} {v}" for k, v in fire.slot.items() if k != "identical")

@@ -197,6 +197,11 @@ def _sides(case: Case) -> Observation | None:
 
 def _slots(case: Case) -> Observation | None:
     """Expert slots compared with the file."""
+    differing = [s for s in case.sightings if s.slot_differs]
+    if differing:
+        said = f"an expert slot differs from the file in {len(differing)} fires ({differing[0].slot_differs})"
+        bearing = speaks(favours=(SLOT_MISMATCH, EVICTED, "K", "U"))
+        return Observation(name="slots", statement=said, speaks=bearing, fires=tuple(s.id for s in differing))
     ids = tuple(s.id for s in case.sightings if s.slot_is_identical)
     everywhere = next((c for c in case.clean if "slot" in c.lower()), "")
     if not ids and not everywhere:

@@ -31,8 +31,9 @@ class Sighting:
 
     ``machine`` is whose arithmetic ran at the origin, in the words of `core.bits`. ``inputs_finite`` speaks of
     the origin's inputs, ``states_finite`` of the states that its request started from. ``first_layers`` maps a
-    signal to the layer where it was first bad (None: clean throughout). ``ruled_out`` maps causes to what
-    ruled them out for this fire, as its verdict says.
+    signal to the layer where it was first bad (None: clean throughout). ``slot_is_identical`` and ``slot_differs``
+    name an expert slot that was compared with the file. ``audits`` are bad values that audits found. ``ruled_out``
+    maps causes to what ruled them out for this fire, as its verdict says.
     """
 
     id: str
@@ -56,6 +57,9 @@ class Sighting:
     first_layers: Mapping[str, int | None] = dataclasses.field(default_factory=dict)
     clean: tuple[str, ...] = ()
     slot_is_identical: str = ""
+    slot_differs: str = ""
+    layer_kind: str = ""
+    audits: tuple[str, ...] = ()
     verdict: str = ""
     ruled_out: Mapping[str, str] = dataclasses.field(default_factory=dict)
     count: int = 1
