@@ -16,7 +16,7 @@ from firetower.drills.spec import Drill, Variant
 
 BOARD = [(d, v) for d in all_drills() for v in d.variants(0)]
 
-IN_A_HOST = ("bad-weight", "every-stage", "activation-overflow", "state-not-cleared", "slot-mismatch", "zero-output")
+IN_A_HOST = ("bad-weight", "every-stage", "state-not-cleared")
 """Drills of which the default run takes every variant in a small host; of the others it takes those without one."""
 has_smollm2 = (cache_folder() / "models" / SMOLLM2_FILE).is_file()
 

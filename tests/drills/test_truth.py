@@ -62,9 +62,7 @@ class Modules:
         self.log: list[tuple[str, str, bool]] = []
         for path, module in model.named_modules():
             module.register_forward_pre_hook(lambda m, a, path=path: self.log.append(("start", path, True)))
-            module.register_forward_hook(
-                lambda m, a, out, path=path: self.log.append(("end", path, _finite(out)))
-            )
+            module.register_forward_hook(lambda m, a, out, path=path: self.log.append(("end", path, _finite(out))))
 
     def bad_before(self, path: str) -> list[str]:
         """Modules that ended with a bad output before ``path`` started."""

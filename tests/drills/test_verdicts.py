@@ -160,7 +160,9 @@ def test_a_judgement_tells_a_wrong_family_from_an_undecided_one():
     other = dataclasses.replace(drill, verdict="M/BAD_WEIGHT")
     wrong = judge(other, variant, variant.build(True), variant.build(False))
     assert (wrong.is_right, wrong.is_wrong) == (False, True)
-    blind = dataclasses.replace(variant.build(True), parts=dict.fromkeys(("weights", "first_bad_op", "reference", "run")))
+    blind = dataclasses.replace(
+        variant.build(True), parts=dict.fromkeys(("weights", "first_bad_op", "reference", "run"))
+    )
     undecided = judge(drill, variant, blind, variant.build(False))
     assert (undecided.is_right, undecided.is_wrong) == (False, False)
     assert undecided.family_said == "V"

@@ -56,12 +56,9 @@ class Call:
             self.cache = weak_reference(_cache_in(output))
         tokens = self.tokens()
         kept = {n: self.kwargs[n] for n in _KEPT if isinstance(self.kwargs.get(n), Tensor)}
-        floats = {n: x for n, x in kept.items() if x.is_floating_point()}
-        kept |= {n: x.new_empty(x.shape, device="meta") for n, x in floats.items() if n in (*_DECODER, *_ROWS)}
-        if tokens is not None and not any(n in kept for n in (*_DECODER, *_ROWS)):
-            self.args = (tokens.new_empty(tokens.shape, device="meta") if tokens.is_floating_point() else tokens,)
-        else:
-            self.args = ()
+        rows = [n for n in (*_DECODER, *_ROWS) if n in kept]
+        kept |= {n: _shape_of(kept[n]) for n in rows if not _is_ids(kept[n])}
+        self.args = () if rows or tokens is None else (tokens if _is_ids(tokens) else _shape_of(tokens),)
         self.kwargs = kept
 
     @property
@@ -87,20 +84,20 @@ class Call:
         x = self.tokens(encoder=encoder)
         if x is None:
             return 1, 1
-        has_tokens = x.ndim == 3 or (x.ndim == 2 and not x.is_floating_point())
+        has_tokens = x.ndim == 3 or (x.ndim == 2 and _is_ids(x))
         return x.shape[0], x.shape[1] if has_tokens else 1
 
     def phase(self) -> Phase:
         """Prefill, or decode where one token follows others; a call without token ids is neither."""
         x = self.tokens()
-        if x is None or x.ndim != (3 if x.is_floating_point() else 2):
+        if x is None or x.ndim != (2 if _is_ids(x) else 3):
             return Phase.UNKNOWN
         return Phase.DECODE if x.shape[1] == 1 and self.num_past > 0 else Phase.PREFILL
 
     def token_ids(self, sequence: int | None) -> tuple[int, ...] | None:
         """The ids that this call fed to one sequence; private content."""
         ids = self.tokens()
-        if sequence is None or ids is None or ids.is_floating_point() or ids.ndim != 2:
+        if sequence is None or ids is None or not _is_ids(ids) or ids.ndim != 2:
             return None
         return tuple(int(i) for i in ids[sequence].tolist())
 
@@ -158,6 +155,14 @@ def weak_reference(value: Any) -> weakref.ref[Any] | None:
         return None if value is None else weakref.ref(value)
     except TypeError:
         return None
+
+
+def _is_ids(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex())
+
+
+def _shape_of(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape, device="meta")
 
 
 def _cache_in(output: Any) -> Any:

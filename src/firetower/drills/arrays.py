@@ -18,7 +18,7 @@ def to_array(name: str, x: Tensor) -> Array:
     """The values of a tensor; bfloat16 is widened to float32, which holds all of them."""
     x = x.detach()
     dtype = str(x.dtype).removeprefix("torch.")
-    if x.dtype is torch.bfloat16 or x.element_size() == 1 and x.is_floating_point():
+    if x.dtype is torch.bfloat16 or (x.element_size() == 1 and x.is_floating_point()):
         x = x.float()
     return array(name, x.numpy(), dtype)
 

@@ -99,9 +99,7 @@ def lines(results: Sequence[Result]) -> list[Line]:
 
 def confusion(results: Sequence[Result]) -> dict[str, dict[str, int]]:
     """Family planted -> family said -> how many variants; undecided is ``V``."""
-    counts = Counter(
-        (r.judgement.wanted[0], r.judgement.family_said) for r in ran(results) if r.judgement is not None
-    )
+    counts = Counter((r.judgement.wanted[0], r.judgement.family_said) for r in ran(results) if r.judgement is not None)
     planted = [f for f in FAMILIES if any(want == f for want, _ in counts)]
     said = [f for f in FAMILIES if f != UNDECIDED and any(got == f for _, got in counts)]
     return {want: {got: counts[want, got] for got in (*said, UNDECIDED)} for want in planted}

@@ -73,9 +73,7 @@ def load_smollm2(
         return model.eval(), transformers.AutoTokenizer.from_pretrained(**where)
 
 
-def small_qwen35_moe(
-    dtype: torch.dtype | None = None, seed: int = 0, num_layers: int = 4, **config: Any
-) -> Any:
+def small_qwen35_moe(dtype: torch.dtype | None = None, seed: int = 0, num_layers: int = 4, **config: Any) -> Any:
     """Qwen3.5-MoE (``Qwen3_5MoeForCausalLM``): 3 Gated DeltaNet layers to 1 of attention, experts in each.
 
     Args:
@@ -93,9 +91,7 @@ def small_qwen35_moe(
     return _build(transformers.Qwen3_5MoeForCausalLM, config_class(**settings), dtype, seed)
 
 
-def small_qwen3_next(
-    dtype: torch.dtype | None = None, seed: int = 0, num_layers: int = 4, **config: Any
-) -> Any:
+def small_qwen3_next(dtype: torch.dtype | None = None, seed: int = 0, num_layers: int = 4, **config: Any) -> Any:
     """Qwen3-Next (``Qwen3NextForCausalLM``), sized and seeded as `small_qwen35_moe`."""
     transformers = _libraries()[1]
     sizes = {"shared_expert_intermediate_size": 64, "intermediate_size": 256}
@@ -103,9 +99,7 @@ def small_qwen3_next(
     return _build(transformers.Qwen3NextForCausalLM, transformers.Qwen3NextConfig(**settings), dtype, seed)
 
 
-def small_qwen4_exp(
-    dtype: torch.dtype | None = None, seed: int = 0, num_layers: int = 4, **config: Any
-) -> Any:
+def small_qwen4_exp(dtype: torch.dtype | None = None, seed: int = 0, num_layers: int = 4, **config: Any) -> Any:
     """Qwen4-Exp (``Qwen4ExpForCausalLM``) with indexer and per-layer embedding, as `small_qwen35_moe`."""
     transformers = _libraries()[1]
     settings = (

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from firetower.drills.spec import Case, Host, Variant
+from firetower.drills.spec import Case, Host, Variant, distinct
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,7 +19,7 @@ _HOSTS: tuple[Host, ...] = ("pure", "pure", "qwen35moe", "qwen35moe", "smollm2")
 def reduced(name: str, seed: int, *, times: int, says: str) -> list[Variant]:
     """Variants of a sum over ranks that takes one rank's part ``times`` times; ``says``: what a verdict must say."""
     rng = Random(f"{name}/{seed}")
-    return [_variant(host, rng.randrange(1 << 30), times, says) for host in _HOSTS]
+    return distinct([_variant(host, rng.randrange(1 << 30), times, says) for host in _HOSTS])
 
 
 def _variant(host: Host, seed: int, times: int, says: str) -> Variant:

@@ -165,9 +165,7 @@ def _investigate(case: Case) -> Observation:
     with torch.no_grad():
         found = firetower.investigate(function, *case.args, firetower_store=False, **case.kwargs)
     failures = (found.error,) if found.error else ()
-    return Observation(
-        by="investigate", origin=_origin_of(found.fire) if found.fire else None, failures=failures
-    )
+    return Observation(by="investigate", origin=_origin_of(found.fire) if found.fire else None, failures=failures)
 
 
 def _origin_of(fire: Fire) -> Origin:

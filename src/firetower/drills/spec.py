@@ -133,6 +133,16 @@ class Variant:
     undecided_between: tuple[str, ...] = ()
 
 
+def distinct(variants: list[Variant]) -> list[Variant]:
+    """The same variants; one whose id and host are those of an earlier one gets a number behind its id."""
+    seen: dict[tuple[str, str], int] = {}
+    found = []
+    for v in variants:
+        count = seen[v.host, v.id] = seen.get((v.host, v.id), 0) + 1
+        found.append(v if count == 1 else dataclasses.replace(v, id=f"{v.id}-no{count}"))
+    return found
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Drill:
     """A fault. ``variants(seed)`` gives at least five placings, cheap until built.

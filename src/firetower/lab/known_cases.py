@@ -130,9 +130,7 @@ def _overflow(fire: Fire) -> str | None:
     if fire.first.kind is Kind.NAN or not _finite_operands(fire) or not is_product:
         return None
     largest = max((s.absmax or 0.0 for s in fire.inputs), default=0.0)
-    return (
-        f"the first bad value is an Inf, its operands are finite (absmax up to {largest:.4g}), in {fire.first.dtype}"
-    )
+    return f"the first bad value is an Inf, its operands are finite (absmax up to {largest:.4g}), in {fire.first.dtype}"
 
 
 def _narrow(fire: Fire) -> str | None:

@@ -101,7 +101,7 @@ def view_of(
         return b, 1, t, numel // shape[0]
     if shape[0] != b:
         return 0, 1, 0, numel
-    if layout is Layout.HEADS and len(shape) == 4:
+    if layout is Layout.HEADS and len(shape) == 4 and shape[2] <= t:
         return b, shape[1], shape[2], shape[3]
     if layout is Layout.TOKENS and len(shape) >= 3 and shape[1] <= t:
         return b, 1, shape[1], numel // (b * shape[1])

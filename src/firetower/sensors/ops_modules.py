@@ -161,7 +161,7 @@ def source_line() -> str:
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _FIRETOWER = str(Path(__file__).parents[1]) + os.sep
-_OURS = tuple(_FIRETOWER + room + os.sep for room in ("sensors", "attach", "cli"))
+_OURS = tuple(_FIRETOWER + room + os.sep for room in ("sensors", "attach", "lab", "cli"))
 _SITE = sysconfig.get_paths()["purelib"] + os.sep
 # contextlib and functools stand between a decorated function (inference_mode, no_grad) and its caller
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep

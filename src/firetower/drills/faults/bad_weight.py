@@ -33,10 +33,7 @@ def _variants(seed: int) -> list[Variant]:
     return [
         _pure(rng.randrange(1 << 30), "layers"),
         _pure(rng.randrange(1 << 30), "ops"),
-        *(
-            _host("qwen35moe", rng.randrange(1 << 30), *place)
-            for place in rng.sample(_places("qwen35moe"), 2)
-        ),
+        *(_host("qwen35moe", rng.randrange(1 << 30), *place) for place in rng.sample(_places("qwen35moe"), 2)),
         *(_host("smollm2", rng.randrange(1 << 30), *place) for place in rng.sample(_places("smollm2"), 2)),
     ]
 
@@ -96,9 +93,7 @@ def _host(host: Host, seed: int, layer: int, projection: str) -> Variant:
 def _places(host: Host) -> list[tuple[int, str]]:
     """Every (layer, projection) of the host."""
     if host == "smollm2":
-        dense = [
-            p for p in _STAGES if p.count(".") == 1 and not p.startswith("linear_attn") and p != "mlp.gate"
-        ]
+        dense = [p for p in _STAGES if p.count(".") == 1 and not p.startswith("linear_attn") and p != "mlp.gate"]
         return [(layer, p) for layer in range(30) for p in dense]
     experts = tuple(p for p in _STAGES if p.startswith("mlp.shared_expert") or p == "mlp.gate")
     mixers = ("linear_attn", "linear_attn", "linear_attn", "self_attn")

@@ -8,7 +8,7 @@ from typing import Any
 
 from firetower.core.records import Kind
 from firetower.drills import refuters
-from firetower.drills.spec import Case, Drill, Host, Origin, Variant
+from firetower.drills.spec import Case, Drill, Host, Origin, Variant, distinct
 
 _OVER, _UNDER = 1e7, 7e6  # 127 times fp16's largest is 8.3e6
 
@@ -16,7 +16,7 @@ _OVER, _UNDER = 1e7, 7e6  # 127 times fp16's largest is 8.3e6
 def _variants(seed: int) -> list[Variant]:
     rng = Random(f"cache-scale-overflow/{seed}")
     hosts: tuple[Host, ...] = ("pure", "pure", "qwen35moe", "qwen35moe", "smollm2")
-    return [_variant(host, rng.randrange(1 << 30)) for host in hosts]
+    return distinct([_variant(host, rng.randrange(1 << 30)) for host in hosts])
 
 
 def _variant(host: Host, seed: int) -> Variant:

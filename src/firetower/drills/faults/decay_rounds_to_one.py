@@ -7,7 +7,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from firetower.drills import refuters
-from firetower.drills.spec import Case, Drill, Host, Variant
+from firetower.drills.spec import Case, Drill, Host, Variant, distinct
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 def _variants(seed: int) -> list[Variant]:
     rng = Random(f"decay-rounds-to-one/{seed}")
     hosts: tuple[Host, ...] = ("pure", "pure", "qwen35moe", "qwen35moe", "qwen35moe")
-    return [_variant(host, rng.randrange(1 << 30)) for host in hosts]
+    return distinct([_variant(host, rng.randrange(1 << 30)) for host in hosts])
 
 
 def _variant(host: Host, seed: int) -> Variant:
     rng = Random(seed)
     layer, head = rng.randrange(3), rng.randrange(4)
-    num_tokens = rng.randint(120, 200) if host == "pure" else rng.randint(40, 70)
+    num_tokens = rng.randint(60, 90) if host == "pure" else rng.randint(40, 70)
     gate = -(10 ** rng.uniform(-3.4, -2.9))
 
     def build(fault: bool) -> Case:

@@ -77,9 +77,7 @@ def _variant(stage: str, seed: int) -> Variant:
     return Variant(id=f"{name}-{value}", host=host, level="layers", build=build, **written_wrong)
 
 
-def _kernel_case(
-    model: Any, ids: Tensor, path: str, rng: Random, number: float, where: Site, fault: bool
-) -> Case:
+def _kernel_case(model: Any, ids: Tensor, path: str, rng: Random, number: float, where: Site, fault: bool) -> Case:
     """The module is a kernel that writes one element wrong; another backend for it writes it right."""
     from firetower.drills.placing import alike, replace_forward
     from firetower.drills.truth import with_truth

@@ -58,9 +58,7 @@ def _host(seed: int, level: Any) -> Variant:
 
         model = load("qwen35moe", "fp32", seed)
         mixer = model.model.layers[layer].linear_attn
-        mixer.A_log.data.fill_(
-            2.0
-        )  # decays of about e^-9 a token: strong, legal and finite in the right order
+        mixer.A_log.data.fill_(2.0)  # decays of about e^-9 a token: strong, legal and finite in the right order
         gates: list[Tensor] = []
         replace_chunk_rule(mixer, _Chunk(mask_first=not fault, gates=gates))
         case = Case(model=model, args=(prompt(model, Random(seed), tokens),))
@@ -93,9 +91,7 @@ class _Chunk:
 
         self.gates.append(g)
         repeat = value.shape[2] // key.shape[2]
-        q, k = (
-            F.normalize(x.float(), dim=-1).repeat_interleave(repeat, 2).transpose(1, 2) for x in (query, key)
-        )
+        q, k = (F.normalize(x.float(), dim=-1).repeat_interleave(repeat, 2).transpose(1, 2) for x in (query, key))
         v, (b, log_decay) = value.float().transpose(1, 2), (x.float().transpose(1, 2) for x in (beta, g))
         total = log_decay.cumsum(-1)
         pairs = total.unsqueeze(-1) - total.unsqueeze(-2)

@@ -6,7 +6,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from firetower.drills import refuters
-from firetower.drills.spec import Case, Drill, Host, Variant
+from firetower.drills.spec import Case, Drill, Host, Variant, distinct
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def _variants(seed: int) -> list[Variant]:
     rng = Random(f"mask-as-float/{seed}")
     hosts: tuple[Host, ...] = ("pure", "pure", "qwen35moe", "qwen35moe", "smollm2")
-    return [_variant(host, rng.randrange(1 << 30)) for host in hosts]
+    return distinct([_variant(host, rng.randrange(1 << 30)) for host in hosts])
 
 
 def _variant(host: Host, seed: int) -> Variant:

@@ -78,9 +78,7 @@ def _host(host: Host, seed: int, name: str) -> Variant:
         model = load(host, "fp32", seed)
         where = site(model, "down", layer)
         weight = model.get_submodule(where.module).weight.data
-        weight[pick.randrange(weight.shape[0]), pick.randrange(weight.shape[1])] = (
-            float("nan") if fault else 0.0
-        )
+        weight[pick.randrange(weight.shape[0]), pick.randrange(weight.shape[1])] = float("nan") if fault else 0.0
         mlp = model.get_submodule(where.module.rpartition(".")[0])
         native, launder = mlp.forward, guard(name)
         replace_forward(mlp, lambda x: launder(native(x)))

@@ -67,9 +67,7 @@ def _host(host: Host, seed: int) -> Variant:
         pick = Random(seed)
         model = load(host, "fp32", seed)
         head = model.lm_head
-        head.weight = torch.nn.Parameter(
-            head.weight.detach().clone()
-        )  # not the embeddings where these are tied
+        head.weight = torch.nn.Parameter(head.weight.detach().clone())  # not the embeddings where these are tied
         head.weight.data[token, column] = float("nan") if fault else 0.0
         ids = prompt(model, pick, pick.randint(3, 6))
         options = {"max_new_tokens": num_new, "do_sample": False, "pad_token_id": 0}
@@ -77,9 +75,7 @@ def _host(host: Host, seed: int) -> Variant:
         case = _seen_at_sampler(case, head)
         return with_truth(case, site(model, "logits"), bad_weight=True, laundered=False) if fault else case
 
-    return Variant(
-        id=f"greedy-{num_new}tokens-token{token}-column{column}", host=host, level="layers", build=build
-    )
+    return Variant(id=f"greedy-{num_new}tokens-token{token}-column{column}", host=host, level="layers", build=build)
 
 
 def _seen_at_sampler(case: Case, head: Any) -> Case:
@@ -94,7 +90,9 @@ def _seen_at_sampler(case: Case, head: Any) -> Case:
         logits = [row for step in seen for row in (step if case.method == "__call__" else step[-1:])]
         return tuple(_records(logits, chosen[-len(logits) :]))
 
-    unseen = dict.fromkeys(("weights", "first_bad_op", "reference", "states", "valid_rows", "slots", "recurrences", "launderers"))
+    unseen = dict.fromkeys(
+        ("weights", "first_bad_op", "reference", "states", "valid_rows", "slots", "recurrences", "launderers")
+    )
     return dataclasses.replace(case, parts={**unseen, "sampled": sampled})
 
 

@@ -36,9 +36,7 @@ def _pure(seed: int) -> Variant:
         x = torch.randn(tokens, width, generator=generator(seed)).half()
         x[row] = 0.0  # zero rows are legal: the twin has one as well
         norm = RmsNorm(width, eps=_EPS if fault else _EPS_THAT_SURVIVES)
-        origin = Origin(
-            module="", op="aten.rsqrt.default", row=row, column=0, kind=Kind.POS_INF, zero_input=None
-        )
+        origin = Origin(module="", op="aten.rsqrt.default", row=row, column=0, kind=Kind.POS_INF, zero_input=None)
         return Case(model=norm, args=(x,), expected=origin if fault else None)
 
     return Variant(id=f"norm-{tokens}x{width}-row{row}-fp16", host="pure", level="ops", build=build)

@@ -6,7 +6,7 @@ from random import Random
 
 from firetower.core.records import Kind
 from firetower.drills import refuters
-from firetower.drills.spec import Case, Drill, Origin, Variant
+from firetower.drills.spec import Case, Drill, Origin, Variant, distinct
 
 _UNDERFLOW = {"fp32": 120.0, "bf16": 120.0, "fp16": 40.0}
 _FAINT = {"fp32": 20.0, "bf16": 20.0, "fp16": 8.0}
@@ -16,7 +16,7 @@ def _variants(seed: int) -> list[Variant]:
     rng = Random(f"router-renorm/{seed}")
     pure = [_pure(rng.randrange(1 << 30), dtype) for dtype in rng.sample(("fp32", "bf16", "fp16"), 2)]
     hosts = [_host(rng.randrange(1 << 30), layer) for layer in rng.sample(range(4), 3)]
-    return [*pure, *hosts]
+    return distinct([*pure, *hosts])
 
 
 def _pure(seed: int, dtype: str) -> Variant:

@@ -8,14 +8,14 @@ from random import Random
 from typing import Any
 
 from firetower.drills import refuters
-from firetower.drills.spec import Case, Drill, Host, Variant
+from firetower.drills.spec import Case, Drill, Host, Variant, distinct
 
 
 def _variants(seed: int) -> list[Variant]:
     rng = Random(f"rows-swapped/{seed}")
     hosts: tuple[Host, ...] = ("pure", "pure", "qwen35moe", "qwen35moe", "smollm2")
     # without tags only the outputs can tell, and recomputing them with every order of the states
-    return [_variant(host, rng.randrange(1 << 30), tagged=i % 2 == 0) for i, host in enumerate(hosts)]
+    return distinct([_variant(host, rng.randrange(1 << 30), tagged=i % 2 == 0) for i, host in enumerate(hosts)])
 
 
 def _variant(host: Host, seed: int, *, tagged: bool) -> Variant:

@@ -11,7 +11,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from firetower.drills import refuters
-from firetower.drills.spec import Case, Drill, Host, Variant
+from firetower.drills.spec import Case, Drill, Host, Variant, distinct
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def _variants(seed: int) -> list[Variant]:
     rng = Random(f"stale-pair/{seed}")
     hosts: tuple[Host, ...] = ("pure", "pure", "qwen35moe", "qwen35moe", "qwen35moe")
-    return [_variant(host, rng.randrange(1 << 30)) for host in hosts]
+    return distinct([_variant(host, rng.randrange(1 << 30)) for host in hosts])
 
 
 def _variant(host: Host, seed: int) -> Variant:

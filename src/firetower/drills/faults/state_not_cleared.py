@@ -8,13 +8,13 @@ from typing import Any
 
 from firetower.core.records import Kind
 from firetower.drills import refuters
-from firetower.drills.spec import Case, Drill, Host, Origin, Variant
+from firetower.drills.spec import Case, Drill, Host, Origin, Variant, distinct
 
 
 def _variants(seed: int) -> list[Variant]:
     rng = Random(f"state-not-cleared/{seed}")
     hosts: tuple[Host, ...] = ("pure", "pure", "qwen35moe", "qwen35moe", "qwen35moe")
-    return [_variant(host, rng.randrange(1 << 30)) for host in hosts]
+    return distinct([_variant(host, rng.randrange(1 << 30)) for host in hosts])
 
 
 def _variant(host: Host, seed: int) -> Variant:

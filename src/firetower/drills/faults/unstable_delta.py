@@ -7,7 +7,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from firetower.drills import refuters
-from firetower.drills.spec import Case, Drill, Origin, Variant
+from firetower.drills.spec import Case, Drill, Origin, Variant, distinct
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def _variants(seed: int) -> list[Variant]:
     rng = Random(f"unstable-delta/{seed}")
     pure = [_pure(rng.randrange(1 << 30), dtype) for dtype in ("fp32", "bf16")]
-    return [*pure, *(_host(rng.randrange(1 << 30), layer) for layer in rng.sample(range(3), 3))]
+    return distinct([*pure, *(_host(rng.randrange(1 << 30), layer) for layer in rng.sample(range(3), 3))])
 
 
 def _pure(seed: int, dtype: str) -> Variant:

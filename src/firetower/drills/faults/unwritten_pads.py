@@ -50,9 +50,7 @@ def _pure(seed: int, dtype: str) -> Variant:
         # the twin's workspace is as dirty; it only does not read what it did not write
         module = Bucket(scratch, read_pads=fault)
         # the first op that reads what nobody wrote
-        origin = Origin(
-            module="", op="aten.abs.default", row=tokens, column=0, kind=Kind.NAN, bad_weight=True
-        )
+        origin = Origin(module="", op="aten.abs.default", row=tokens, column=0, kind=Kind.NAN, bad_weight=True)
         is_real = torch.arange(tokens + pads) < tokens
         return Case(
             model=module,

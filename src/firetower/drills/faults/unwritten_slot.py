@@ -7,13 +7,13 @@ from random import Random
 
 from firetower.core.records import Kind
 from firetower.drills import refuters
-from firetower.drills.spec import Case, Drill, Host, Origin, Variant
+from firetower.drills.spec import Case, Drill, Host, Origin, Variant, distinct
 
 
 def _variants(seed: int) -> list[Variant]:
     rng = Random(f"unwritten-slot/{seed}")
     hosts: tuple[Host, ...] = ("pure", "pure", "qwen35moe", "qwen35moe", "smollm2")
-    return [_variant(host, rng.randrange(1 << 30)) for host in hosts]
+    return distinct([_variant(host, rng.randrange(1 << 30)) for host in hosts])
 
 
 def _variant(host: Host, seed: int) -> Variant:
@@ -28,9 +28,7 @@ def _variant(host: Host, seed: int) -> Variant:
 
         page = Page(length + free, float(dirt), seed, select=not fault)
         case = attending(host, seed, length, page, number, fault=fault)
-        fills = {
-            switch: lambda _, value=value: page.filled(value, case.call) for switch, value in FILLS.items()
-        }
+        fills = {switch: lambda _, value=value: page.filled(value, case.call) for switch, value in FILLS.items()}
         case = dataclasses.replace(case, switches=fills, parts={"valid_rows": page.rows})
         if fault and host == "pure":
             origin = Origin(op="aten.bmm.default", module="", row=0, column=0, kind=Kind.NAN)

@@ -6,13 +6,13 @@ from random import Random
 from typing import Any
 
 from firetower.drills import refuters
-from firetower.drills.spec import Case, Drill, Host, Variant
+from firetower.drills.spec import Case, Drill, Host, Variant, distinct
 
 
 def _variants(seed: int) -> list[Variant]:
     rng = Random(f"warm-up-scale/{seed}")
     hosts: tuple[Host, ...] = ("pure", "pure", "qwen35moe", "qwen35moe", "smollm2")
-    return [_variant(host, rng.randrange(1 << 30)) for host in hosts]
+    return distinct([_variant(host, rng.randrange(1 << 30)) for host in hosts])
 
 
 def _variant(host: Host, seed: int) -> Variant:

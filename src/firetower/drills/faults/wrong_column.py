@@ -5,13 +5,13 @@ from __future__ import annotations
 from random import Random
 
 from firetower.drills import refuters
-from firetower.drills.spec import Case, Drill, Host, Variant
+from firetower.drills.spec import Case, Drill, Host, Variant, distinct
 
 
 def _variants(seed: int) -> list[Variant]:
     rng = Random(f"wrong-column/{seed}")
     hosts: tuple[Host, ...] = ("pure", "pure", "qwen35moe", "qwen35moe", "smollm2")
-    return [_variant(host, rng.randrange(1 << 30)) for host in hosts]
+    return distinct([_variant(host, rng.randrange(1 << 30)) for host in hosts])
 
 
 def _variant(host: Host, seed: int) -> Variant:

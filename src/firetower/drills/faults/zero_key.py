@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from firetower.core.records import Kind
 from firetower.drills import refuters
-from firetower.drills.spec import Case, Drill, Origin, Variant
+from firetower.drills.spec import Case, Drill, Origin, Variant, distinct
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def _variants(seed: int) -> list[Variant]:
     rng = Random(f"zero-key/{seed}")
     pure = [_pure(rng.randrange(1 << 30)) for _ in range(2)]
-    return [*pure, *(_host(rng.randrange(1 << 30), level) for level in ("layers", "ops", "layers"))]
+    return distinct([*pure, *(_host(rng.randrange(1 << 30), level) for level in ("layers", "ops", "layers"))])
 
 
 def _pure(seed: int) -> Variant:

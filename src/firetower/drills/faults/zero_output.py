@@ -55,9 +55,7 @@ def _pure(seed: int) -> Variant:
         model = nn.Sequential(linear(width, 32, seed), RmsNorm(width, eps=0.0))
         replace_forward(model[0], _broken(model[0], fault))
         x = torch.randn(_ROWS, 32, generator=generator(seed))
-        origin = Origin(
-            module="1", op="aten.rsqrt.default", row=0, column=0, kind=Kind.POS_INF, zero_input=True
-        )
+        origin = Origin(module="1", op="aten.rsqrt.default", row=0, column=0, kind=Kind.POS_INF, zero_input=True)
         return Case(model=model, args=(x,), expected=origin if fault else None, kernels={"0": "mm"})
 
     return Variant(id=f"linear-32to{width}-m{_ROWS}", host="pure", level="ops", build=build)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from firetower.core.records import Kind
 from firetower.drills import refuters
-from firetower.drills.spec import Case, Drill, Host, Origin, Variant
+from firetower.drills.spec import Case, Drill, Host, Origin, Variant, distinct
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def _variants(seed: int) -> list[Variant]:
     rng = Random(f"zeroed-weight/{seed}")
     hosts: tuple[Host, ...] = ("pure", "pure", "qwen35moe", "qwen35moe", "smollm2")
-    return [_variant(host, rng.randrange(1 << 30)) for host in hosts]
+    return distinct([_variant(host, rng.randrange(1 << 30)) for host in hosts])
 
 
 def _variant(host: Host, seed: int) -> Variant:
