@@ -6,9 +6,10 @@ import stat
 from pathlib import Path
 from typing import Any
 
-import firetower
 import pytest
 import torch
+
+import firetower
 from firetower.capture.folder import read_capture
 from firetower.capture.store import CaptureFolder, captures_path
 from firetower.drills import hosts

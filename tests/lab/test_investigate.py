@@ -18,14 +18,25 @@ def prompt() -> torch.Tensor:
 def test_a_bad_weight_is_judged_and_the_verdict_is_stored() -> None:
     model = hosts.small_llama()
     model.model.layers[2].mlp.down_proj.weight.data[3, 5] = float("nan")
-    found = firetower.investigate(model, input_ids=prompt())
+    found = firetower.investigate(model, input_ids=prompt(), firetower_at_load=model.state_dict())
     assert found.verdict is not None
+    assert found.fire is not None
     assert (found.verdict.family, found.verdict.detail, found.verdict.decided) == ("M", "BAD_WEIGHT", True)
     assert "refuter" in str(found)
     with firetower.Store() as store:
         stored = store.get(found.fire.id)
     assert stored.verdict is not None
     assert Verdict.from_mapping(stored.verdict) == found.verdict
+
+
+def test_a_bad_weight_of_unknown_past_stays_between_file_and_memory() -> None:
+    model = hosts.small_llama()
+    model.model.layers[2].mlp.down_proj.weight.data[3, 5] = float("nan")
+    found = firetower.investigate(model, input_ids=prompt(), firetower_store=False)
+    assert found.verdict is not None
+    assert not found.verdict.decided
+    assert {c[0] for c in found.verdict.undecided_between} == {"M", "K"}
+    assert "firetower scan" in found.verdict.next_command
 
 
 def test_an_overflow_is_judged() -> None:

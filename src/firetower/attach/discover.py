@@ -7,6 +7,7 @@ layers, each with a token mixer and an MLP or a block of experts. Any other mode
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Iterator
 from enum import Enum
 
@@ -35,7 +36,7 @@ STAGES: dict[str, str] = {
 }
 """Every stage that `attach` declares at level ``layers``, in the order in which a layer runs them."""
 
-_MIXERS = ("self_attn", "linear_attn", "attention", "attn", "self_attention", "mixer", "temporal_block")
+_MIXERS = ("mamba", "self_attn", "linear_attn", "attention", "attn", "self_attention", "mixer", "temporal_block")
 _MLPS = ("mlp", "feed_forward", "block_sparse_moe", "ffn")
 _ROUTERS = ("gate", "router")
 _HEADS = ("lm_head", "embed_out", "output_projection")
@@ -158,25 +159,39 @@ def _layer_taps(path: str, index: int, layer: nn.Module) -> Iterator[Tap]:
             signal=signal, module=layer.get_submodule(name), side=side, layout=layout, cache_layer=cache_layer
         )
 
-    mixer, mlp = _child(layer, _MIXERS), _child(layer, _MLPS)
-    assert mixer is not None
+    mlp = _child(layer, _MLPS)
     assert mlp is not None
     yield tap("input", "", Side.INPUT)
     if _child(layer, ("ple",)):
         yield tap("ple", "ple")
-    # a state is written inside the mixer, before its output leaves it
-    if isinstance(getattr(layer.get_submodule(mixer), "conv1d", None), nn.Module):
-        yield tap("conv_state", mixer, Side.CACHE, Layout.STATE)
-        yield tap("recurrent_state", mixer, Side.CACHE, Layout.STATE)
-    else:
-        # a fused kernel may answer a NaN query with zeros: it would be gone at the mixer's output
-        query = _child(layer.get_submodule(mixer), ("q_norm", "q_proj"))
-        if query is not None:
-            yield tap("query", f"{mixer}.{query}")
-        yield tap("kv", mixer, Side.CACHE, Layout.HEADS)
-    yield tap("attention", mixer)
+    # a layer may run two mixers side by side (Falcon-H1)
+    for name in _MIXERS:
+        if isinstance(getattr(layer, name, None), nn.Module):
+            yield from _mixer_taps(tap, name, layer.get_submodule(name))
     yield from _mlp_taps(tap, mlp, layer.get_submodule(mlp))
     yield tap("output", "")
+
+
+def _mixer_taps(tap: object, name: str, mixer: nn.Module) -> Iterator[Tap]:
+    assert callable(tap)
+    # a state is written inside the mixer, before its output leaves it
+    if isinstance(getattr(mixer, "conv1d", None), nn.Module):
+        yield tap("conv_state", name, Side.CACHE, Layout.STATE)
+        yield tap("recurrent_state", name, Side.CACHE, Layout.STATE)
+    else:
+        # a fused kernel may answer a NaN query with zeros: it would be gone at the mixer's output
+        query = _child(mixer, ("q_norm", "q_proj"))
+        if query is not None:
+            yield tap("query", f"{name}.{query}")
+        if _takes_cache(mixer):
+            yield tap("kv", name, Side.CACHE, Layout.HEADS)
+    yield tap("attention", name)
+
+
+def _takes_cache(mixer: nn.Module) -> bool:
+    """Whether a mixer may write keys and values; that of an encoder never does."""
+    parameters = inspect.signature(type(mixer).forward).parameters
+    return any("cache" in name or "past" in name for name in parameters)
 
 
 def _mlp_taps(tap: object, name: str, mlp: nn.Module) -> Iterator[Tap]:

@@ -66,8 +66,8 @@ def remembered(subject: Evidence) -> Evidence:
     def once(part: Part) -> Part:
         return functools.cache(part) if part is not None else None
 
-    parts = {n: once(getattr(subject, n)) for n in PARTS if callable(getattr(subject, n, None))}
-    return dataclasses.replace(subject, reset=None, **{n: p for n, p in parts.items() if n != "reset"})
+    parts: dict[str, Any] = {n: once(getattr(subject, n)) for n in PARTS if callable(getattr(subject, n, None))}
+    return dataclasses.replace(subject, **(parts | {"reset": None}))
 
 
 def subject_of(case: Case) -> Evidence:

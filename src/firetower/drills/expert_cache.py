@@ -120,8 +120,9 @@ class ExpertCache:
             slot = self.map.get(expert) if is_hit else None
             self.rows.append(RoutedRow(row=row, expert=expert, path=path, is_bad=is_bad, slot=slot))  # type: ignore[arg-type]
         self.destinations = destinations
-        combined = destinations.unflatten(0, ids.shape) * weights.unsqueeze(-1).to(x.dtype)
-        return combined.sum(1).to(x.dtype)
+        combined = destinations.reshape(*ids.shape, -1) * weights.unsqueeze(-1).to(x.dtype)
+        summed: Tensor = combined.sum(1).to(x.dtype)
+        return summed
 
     def _start(self) -> None:
         """The slots as they are before the step: every run starts from the same cache."""

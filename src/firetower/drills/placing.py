@@ -17,7 +17,7 @@ from firetower.core.records import Kind
 from firetower.drills import hosts
 from firetower.drills.spec import Case, Host
 from firetower.drills.truth import Site, whole_tensors
-from firetower.lab.subject import Switch
+from firetower.lab.subject import FILLS, Switch
 
 FP16_MAX = 65504.0
 """Largest finite float16."""
@@ -42,6 +42,18 @@ def generator(seed: int) -> torch.Generator:
 def alike(run: Callable[[int], Any], *switches: Switch) -> dict[Switch, Callable[[int], Any]]:
     """Ways to run that change nothing here: there is no graph, no unread place, no other rank to leave out."""
     return dict.fromkeys(switches, run)
+
+
+def fixed(run: Callable[..., Any], *args: Any) -> Callable[[int], Any]:
+    """A way to run that is the same whatever the number of the replay: ``run(*args)``."""
+    return lambda number: run(*args)
+
+
+def fills(
+    filled: Callable[[float, Callable[[], Any]], Any], run: Callable[[], Any]
+) -> dict[Switch, Callable[[int], Any]]:
+    """The switches that fill unread places: ``filled(value, run)`` runs with a value in them."""
+    return {switch: fixed(filled, value, run) for switch, value in FILLS.items()}
 
 
 def load(host: Host, dtype: str = "fp32", seed: int = 0) -> Any:

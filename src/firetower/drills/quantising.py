@@ -27,12 +27,12 @@ class BlockProduct:
     def __call__(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
         rows = x.flatten(0, -2)
-        blocks = rows.float().unflatten(-1, (-1, BLOCK))  # [rows, blocks, 32]
+        blocks = rows.float().reshape(len(rows), -1, BLOCK)  # [rows, blocks, 32]
         wide_scale, wide_sum = blocks.abs().amax(-1) / 127, blocks.sum(-1)
         scale, total = wide_scale.to(self.field_dtype), wide_sum.to(self.field_dtype)
         codes = torch.round(blocks / wide_scale.clamp(min=1e-30).unsqueeze(-1))
         restored = (codes * scale.float().unsqueeze(-1)).flatten(-2)
-        weight = self.projection.weight.float().unflatten(-1, (-1, BLOCK))  # [out, blocks, 32]
+        weight = self.projection.weight.float().reshape(self.projection.out_features, -1, BLOCK)  # [out, blocks, 32]
         minimum = weight.amin(-1).clamp(max=0)
         rest = (weight - minimum.unsqueeze(-1)).flatten(-2)
         y = F.linear(restored, rest) + F.linear(total.float(), minimum)

@@ -84,9 +84,9 @@ class Ranks:
         """[..., in] -> [..., out]."""
         import torch.nn.functional as F
 
-        size = -(-x.shape[-1] // len(self.taken))
+        world = len(self.taken)
         self._parts = [
-            F.linear(part, weight) for part, weight in zip(x.split(size, -1), self.weight.split(size, 1), strict=True)
+            F.linear(part, weight) for part, weight in zip(x.chunk(world, -1), self.weight.chunk(world, 1), strict=True)
         ]
         y: Tensor = sum(part * n for part, n in zip(self._parts, self.taken, strict=True))  # type: ignore[assignment]
         self._result = y

@@ -239,7 +239,8 @@ def _change_part(name: str, test: str, change: Callable[[Any], Any]) -> Refuter:
         part = getattr(subject, name)
         found = part() if part is not None else None
         changed = None if found is None else tuple(c for x in found if (c := change(x)) is not None)
-        return dataclasses.replace(subject, **{name: always(changed)})
+        flipped: dict[str, Any] = {name: always(changed)}
+        return dataclasses.replace(subject, **flipped)
 
     return Refuter(test=test, flip=flip)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from random import Random
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from firetower.drills.arrays import tensor_hash, to_array
-from firetower.drills.placing import load, prompt
+from firetower.drills.placing import fixed, load, prompt
 from firetower.drills.pure import TinyRecurrent
 from firetower.drills.spec import Case, Host
 from firetower.lab.subject import State, Switch, Window
@@ -89,9 +90,9 @@ def held(cache: Any) -> Iterator[Held]:
         for attribute, name in _NAMES.items():
             value = getattr(layer, attribute, None)
             if isinstance(value, dict) and isinstance(value.get(0), Tensor):
-                yield Held(i, name, value[0], lambda x, value=value: value.__setitem__(0, x))
+                yield Held(i, name, value[0], functools.partial(value.__setitem__, 0))
             elif isinstance(value, Tensor):
-                yield Held(i, name, value, lambda x, a=attribute, layer=layer: setattr(layer, a, x))
+                yield Held(i, name, value, functools.partial(setattr, layer, attribute))
 
 
 def recurrent(cache: Any) -> list[Held]:
@@ -134,15 +135,15 @@ def resumed(
     Every run starts from copies. ``cures``: switches under which it gets the right cache.
     """
 
-    def from_cache(cache: Any) -> Callable[[int], Any]:
-        return lambda _=0: step(model, rest, copy.deepcopy(cache))
+    def from_cache(cache: Any) -> Any:
+        return step(model, rest, copy.deepcopy(cache))
 
     return Case(
         model=model,
-        serve=from_cache(used),
-        right=from_cache(right),
+        serve=fixed(from_cache, used),
+        right=functools.partial(from_cache, right),
         places=places,
-        switches=dict.fromkeys(cures, from_cache(right)),
+        switches=dict.fromkeys(cures, fixed(from_cache, right)),
         parts={"states": tuple(states), **parts},
     )
 

@@ -133,6 +133,11 @@ class Variant:
     undecided_between: tuple[str, ...] = ()
 
 
+def level_in(host: Host) -> Level:
+    """Level of a watch for a fault that burns: a tiny module is told by its op, a host by its stage."""
+    return "ops" if host == "pure" else "layers"
+
+
 def distinct(variants: list[Variant]) -> list[Variant]:
     """The same variants; one whose id and host are those of an earlier one gets a number behind its id."""
     seen: dict[tuple[str, str], int] = {}

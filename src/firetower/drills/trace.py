@@ -89,7 +89,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        super().__exit__(*exc)
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
         self.sensed.__exit__(*exc)
         for hook in self._hooks:
             hook.remove()
@@ -309,7 +309,7 @@ def _is_bad(x: Tensor, real_rows: Tensor | None = None) -> bool:
 
 
 def _storage(x: Tensor) -> int:
-    return x.untyped_storage()._cdata
+    return int(x.untyped_storage()._cdata)
 
 
 def _absmax(x: Tensor) -> float:

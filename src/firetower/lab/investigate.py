@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,7 +15,7 @@ from firetower.fires.store import Store
 from firetower.lab.diagnose import diagnose
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from firetower.attach.investigate import Investigation
 
@@ -29,6 +29,7 @@ def investigate(
     *args: Any,
     firetower_store: Store | str | Path | Literal[False] | None = None,
     firetower_verdict: bool = True,
+    firetower_at_load: Mapping[str, Tensor] | None = None,
     **kwargs: Any,
 ) -> Investigation:
     """Find the op where a call's first bad value begins, and say what kind of cause it is.
@@ -41,6 +42,8 @@ def investigate(
         *args, **kwargs: passed on unchanged.
         firetower_store: where the fire goes: the default store (None), a path, a `Store`, or False for nowhere.
         firetower_verdict: False skips the further runs.
+        firetower_at_load: the weights as loaded (a ``state_dict``): tells a bad file from a weight that changed later;
+            without it such a verdict stays undecided between the two.
 
     Returns:
         What was found; ``verdict`` is None where nothing burned or the further runs could not be made (a note says why).
@@ -56,7 +59,7 @@ def investigate(
     verdict, notes = None, list(found.notes)
     if firetower_verdict:
         try:
-            verdict = _judge(fn_or_model, args, kwargs, found.fire)
+            verdict = _judge(fn_or_model, args, kwargs, found.fire, firetower_at_load)
         except FiretowerError as e:
             notes.append(f"no verdict: {e}")
     fire = found.fire if verdict is None else dataclasses.replace(found.fire, verdict=verdict.to_mapping())
@@ -64,10 +67,12 @@ def investigate(
     return dataclasses.replace(found, fire=fire, verdict=verdict, notes=tuple(notes))
 
 
-def _judge(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fire: Fire) -> Verdict:
+def _judge(
+    fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fire: Fire, at_load: Mapping[str, Tensor] | None
+) -> Verdict:
     from firetower.lab.subjects.torch_call import TorchSubject
 
-    subject = TorchSubject(fn, *args, kwargs=kwargs, fire=fire)
+    subject = TorchSubject(fn, *args, kwargs=kwargs, fire=fire, at_load=at_load)
     try:
         return diagnose(subject, num_replays=NUM_REPLAYS)
     finally:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from firetower.core.records import Kind
 from firetower.drills import refuters
-from firetower.drills.spec import Case, Drill, Host, Origin, Variant, distinct
+from firetower.drills.spec import Case, Drill, Host, Origin, Variant, distinct, level_in
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,10 +28,10 @@ def _variant(host: Host, seed: int) -> Variant:
         import torch
         from torch import nn
 
-        from firetower.drills.placing import generator, load, prompt, replace_forward, site
+        from firetower.drills.placing import fills, generator, load, prompt, replace_forward, site
         from firetower.drills.pure import linear
         from firetower.drills.truth import with_truth
-        from firetower.lab.subject import FILLS, Rows
+        from firetower.lab.subject import Rows
 
         if host == "pure":
             model: Any = nn.Sequential(linear(48, 32, seed), linear(24, 48, seed + 1))
@@ -51,9 +51,7 @@ def _variant(host: Host, seed: int) -> Variant:
         )
         case = dataclasses.replace(
             case,
-            switches={
-                switch: lambda _, value=value: kernel.filled(value, case.call) for switch, value in FILLS.items()
-            },
+            switches=fills(kernel.filled, case.call),
             parts={"valid_rows": (buffer,)},
         )
         if not fault:
@@ -63,8 +61,7 @@ def _variant(host: Host, seed: int) -> Variant:
             return dataclasses.replace(case, expected=origin)
         return with_truth(case, site(model, "down", layer))
 
-    level = "ops" if host == "pure" else "layers"
-    return Variant(id=f"layer{layer}-{num_tokens}tokens", host=host, level=level, build=build)
+    return Variant(id=f"layer{layer}-{num_tokens}tokens", host=host, level=level_in(host), build=build)
 
 
 class _Accumulating:
@@ -100,15 +97,16 @@ class _Accumulating:
 def _allocate(rows: int, columns: int, like: Tensor) -> Tensor:
     import torch
 
+    memory: Any = torch.utils.deterministic
     was_deterministic = torch.are_deterministic_algorithms_enabled()
-    was_filling = torch.utils.deterministic.fill_uninitialized_memory
+    was_filling = memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    memory.fill_uninitialized_memory = True
     try:
         return torch.empty(rows, columns, dtype=like.dtype)
     finally:
         torch.use_deterministic_algorithms(was_deterministic)
-        torch.utils.deterministic.fill_uninitialized_memory = was_filling
+        memory.fill_uninitialized_memory = was_filling
 
 
 DRILL = Drill(

@@ -8,7 +8,7 @@ from typing import Any
 
 from firetower.core.records import Kind
 from firetower.drills import refuters
-from firetower.drills.spec import Case, Drill, Host, Origin, Variant, distinct
+from firetower.drills.spec import Case, Drill, Host, Origin, Variant, distinct, level_in
 
 _OVER, _UNDER = 1e7, 7e6  # 127 times fp16's largest is 8.3e6
 
@@ -65,8 +65,7 @@ def _variant(host: Host, seed: int) -> Variant:
         assert where is not None
         return with_truth(case, where)
 
-    level = "ops" if host == "pure" else "layers"
-    return Variant(id=f"position{row}of{num_tokens}-layer{number}", host=host, level=level, build=build)
+    return Variant(id=f"position{row}of{num_tokens}-layer{number}", host=host, level=level_in(host), build=build)
 
 
 DRILL = Drill(

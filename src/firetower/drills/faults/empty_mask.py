@@ -42,7 +42,7 @@ def _variant(host: Host, seed: int) -> Variant:
         def serve(_: int = 0) -> Tensor:
             logits = step(model, ids, fresh(model, batch)).logits[:, -1]
             banned = logits.float().masked_fill(~allowed, float("-inf"))
-            chosen = banned.argmax(-1)
+            chosen: Tensor = banned.argmax(-1)
             rows[:] = _sampled(logits, allowed, chosen)
             return chosen
 

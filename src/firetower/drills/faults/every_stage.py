@@ -73,8 +73,15 @@ def _variant(stage: str, seed: int) -> Variant:
         return with_truth(case, where) if fault else case
 
     name = stage if stage == "logits" else f"layer{layer}-{stage}"
-    written_wrong = {"verdict": "P/KERNEL_WRONG", "refuter": refuters.OTHER_BACKEND} if stage in _MODULES else {}
-    return Variant(id=f"{name}-{value}", host=host, level="layers", build=build, **written_wrong)
+    by_kernel = stage in _MODULES
+    return Variant(
+        id=f"{name}-{value}",
+        host=host,
+        level="layers",
+        build=build,
+        verdict="P/KERNEL_WRONG" if by_kernel else None,
+        refuter=refuters.OTHER_BACKEND if by_kernel else None,
+    )
 
 
 def _kernel_case(model: Any, ids: Tensor, path: str, rng: Random, number: float, where: Site, fault: bool) -> Case:

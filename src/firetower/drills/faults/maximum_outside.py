@@ -7,7 +7,7 @@ from random import Random
 
 from firetower.core.records import Kind
 from firetower.drills import refuters
-from firetower.drills.spec import Case, Drill, Host, Origin, Variant, distinct
+from firetower.drills.spec import Case, Drill, Host, Origin, Variant, distinct, level_in
 
 
 def _variants(seed: int) -> list[Variant]:
@@ -31,8 +31,7 @@ def _variant(host: Host, seed: int) -> Variant:
             return dataclasses.replace(case, expected=origin)
         return case
 
-    level = "ops" if host == "pure" else "layers"
-    return Variant(id=f"{length}keys-{tail}past-bias{bias:.0f}", host=host, level=level, build=build)
+    return Variant(id=f"{length}keys-{tail}past-bias{bias:.0f}", host=host, level=level_in(host), build=build)
 
 
 DRILL = Drill(

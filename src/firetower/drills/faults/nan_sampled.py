@@ -90,9 +90,8 @@ def _seen_at_sampler(case: Case, head: Any) -> Case:
         logits = [row for step in seen for row in (step if case.method == "__call__" else step[-1:])]
         return tuple(_records(logits, chosen[-len(logits) :]))
 
-    unseen = dict.fromkeys(
-        ("weights", "first_bad_op", "reference", "states", "valid_rows", "slots", "recurrences", "launderers")
-    )
+    beyond = "weights first_bad_op reference states valid_rows slots recurrences launderers"
+    unseen = dict.fromkeys(beyond.split())
     return dataclasses.replace(case, parts={**unseen, "sampled": sampled})
 
 

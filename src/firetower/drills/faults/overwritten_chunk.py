@@ -26,14 +26,15 @@ def _variant(host: Host, seed: int) -> Variant:
     length = chunk + rng.randint(2, chunk)
 
     def build(fault: bool) -> Case:
+        from firetower.drills.placing import fixed
         from firetower.drills.serving import stateful, tokens
 
         model = stateful(host, seed)
         prefill = _Prefill(model, tokens(model, seed, length), chunk, in_time=not fault)
         return Case(
             model=model,
-            serve=lambda _=0: prefill.run(in_time=not fault),
-            right=lambda: prefill.run(in_time=True),
+            serve=fixed(prefill.run, not fault),
+            right=lambda: prefill.run(True),
             places=(f"hidden[0:{chunk}]", "wanted version 0 and found 1") if fault else (),
             parts={"events": prefill.events},
         )
@@ -48,7 +49,7 @@ class _Prefill:
         self.model, self.ids, self.chunk, self.in_time = model, ids, chunk, in_time
         self.log: list[Event] = []
 
-    def run(self, *, in_time: bool) -> Tensor:
+    def run(self, in_time: bool) -> Tensor:
         """The drafter's logits; ``in_time``: it reads before the next chunk runs."""
         from firetower.drills.serving import fresh, step
         from firetower.lab.subject import Event
@@ -80,7 +81,7 @@ class _Prefill:
     def events(self) -> tuple[Event, ...]:
         """Writes and reads of the run as served."""
         if not self.log:
-            self.run(in_time=self.in_time)
+            self.run(self.in_time)
         return tuple(self.log)
 
 

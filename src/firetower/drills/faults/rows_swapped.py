@@ -25,6 +25,7 @@ def _variant(host: Host, seed: int, *, tagged: bool) -> Variant:
 
     def build(fault: bool) -> Case:
         from firetower.drills.arrays import arrays_of
+        from firetower.drills.placing import fixed
         from firetower.drills.serving import after, held, stateful, step, tokens
         from firetower.lab.subject import Switch
 
@@ -32,7 +33,7 @@ def _variant(host: Host, seed: int, *, tagged: bool) -> Variant:
         ids = tokens(model, seed, length + rest, batch=rows)
         own = after(model, ids[:, :length])
         used = _in_order(own, order) if fault else own
-        layer = held(used).__next__().layer
+        layer = next(held(used)).layer
 
         def from_cache(cache: Any) -> Any:
             return step(model, ids[:, length:], copy.deepcopy(cache))
@@ -49,10 +50,10 @@ def _variant(host: Host, seed: int, *, tagged: bool) -> Variant:
             places = (by_tag,) if tagged else (f"{taken} matches best",)
         return Case(
             model=model,
-            serve=lambda _=0: from_cache(used),
+            serve=fixed(from_cache, used),
             right=lambda: from_cache(own),
             places=places,
-            switches={Switch.FRESH_STATE: lambda _: from_cache(own)},
+            switches={Switch.FRESH_STATE: fixed(from_cache, own)},
             parts={
                 "states": _one_a_row(used, layer, taken, length, tagged=tagged),
                 "recompute_rows": recompute,

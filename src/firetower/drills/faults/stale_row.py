@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from firetower.core.records import Kind
 from firetower.drills import refuters
-from firetower.drills.spec import Case, Drill, Host, Origin, Variant, distinct
+from firetower.drills.spec import Case, Drill, Host, Origin, Variant, distinct, level_in
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,10 +34,10 @@ def _variant(host: Host, seed: int) -> Variant:
         import torch
         from torch import nn
 
-        from firetower.drills.placing import generator, load, prompt, replace_forward, site
+        from firetower.drills.placing import fills, fixed, generator, load, prompt, replace_forward, site
         from firetower.drills.pure import linear
         from firetower.drills.truth import with_truth
-        from firetower.lab.subject import FILLS, Switch
+        from firetower.lab.subject import Switch
 
         if host == "pure":
             model: Any = nn.Sequential(linear(40, 24, seed), linear(16, 40, seed + 1))
@@ -55,11 +55,10 @@ def _variant(host: Host, seed: int) -> Variant:
         case = dataclasses.replace(
             case,
             switches={
-                **{s: lambda _, v=v: kernel.filled(v, case.call) for s, v in FILLS.items()},
-                Switch.EAGER: lambda _: kernel.exact(case.call),
-                Switch.EXACT_BUCKET: lambda _: kernel.exact(case.call),
+                **fills(kernel.filled, case.call),
+                Switch.EAGER: fixed(kernel.exact, case.call),
+                Switch.EXACT_BUCKET: fixed(kernel.exact, case.call),
             },
-            # ran at least once more than the step that burned, or not yet
             parts={"valid_rows": lambda: kernel.rows(batch)},
         )
         if not fault:
@@ -69,8 +68,7 @@ def _variant(host: Host, seed: int) -> Variant:
             return dataclasses.replace(case, expected=origin)
         return with_truth(case, site(model, "gate", layer))
 
-    level = "ops" if host == "pure" else "layers"
-    return Variant(id=f"layer{layer}-{batch}of{bucket}-burned{burned}", host=host, level=level, build=build)
+    return Variant(id=f"layer{layer}-{batch}of{bucket}-burned{burned}", host=host, level=level_in(host), build=build)
 
 
 def _burn_one(model: Any, projection: Any, kernel: _Bucket, rows: Tensor, burned: int) -> None:

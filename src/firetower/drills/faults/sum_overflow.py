@@ -8,7 +8,7 @@ from typing import Any
 
 from firetower.core.records import Kind
 from firetower.drills import refuters
-from firetower.drills.spec import Case, Drill, Host, Origin, Variant, distinct
+from firetower.drills.spec import Case, Drill, Host, Origin, Variant, distinct, level_in
 
 _OVER, _UNDER = 2100.0, 2000.0  # 32 of them: 67,200 and 64,000; fp16 ends at 65,504
 
@@ -52,11 +52,10 @@ def _variant(host: Host, seed: int) -> Variant:
             return dataclasses.replace(case, expected=origin)
         return with_truth(case, where)
 
-    level = "ops" if host == "pure" else "layers"
-    return Variant(id=f"layer{layer}-block{block}-row{row}of{num_tokens}", host=host, level=level, build=build)
+    return Variant(id=f"layer{layer}-block{block}-row{row}of{num_tokens}", host=host, level=level_in(host), build=build)
 
 
-def _alone(seed: int, tokens: int, row: int, block: int, value: float) -> Any:
+def _alone(seed: int, tokens: int, row: int, block: int, value: float) -> tuple[Case, Any, Any]:
     import torch
 
     from firetower.drills.placing import generator
@@ -68,7 +67,7 @@ def _alone(seed: int, tokens: int, row: int, block: int, value: float) -> Any:
     return Case(model=model, args=(x,)), model, None
 
 
-def _inside(host: Host, seed: int, layer: int, value: float) -> Any:
+def _inside(host: Host, seed: int, layer: int, value: float) -> tuple[Case, Any, Any]:
     """One block of the MLP's channels answers with ``value`` for one token."""
     from firetower.drills.placing import load, prompt, site, tensor_at
     from firetower.drills.quantising import toward

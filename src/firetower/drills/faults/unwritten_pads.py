@@ -127,9 +127,9 @@ def _rows(name: str, is_real: Tensor, *, read_pads: bool) -> Rows:
 
 def _fills(memory: Tensor, is_pad: Tensor, run: Callable[[], Any]) -> dict[Switch, Callable[[int], Any]]:
     """Runs with the pads of a memory [rows, ...] filled; afterwards it is as dirty as before."""
-    from firetower.lab.subject import FILLS
+    from firetower.drills.placing import fills
 
-    def filled(value: float) -> Any:
+    def filled(value: float, run: Callable[[], Any]) -> Any:
         dirt = memory[is_pad].clone()
         memory[is_pad] = value
         try:
@@ -137,7 +137,7 @@ def _fills(memory: Tensor, is_pad: Tensor, run: Callable[[], Any]) -> dict[Switc
         finally:
             memory[is_pad] = dirt
 
-    return {switch: lambda _, value=value: filled(value) for switch, value in FILLS.items()}
+    return fills(filled, run)
 
 
 def _leave_pads_unwritten(projection: Any, is_real: Tensor) -> Tensor:

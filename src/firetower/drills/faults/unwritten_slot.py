@@ -7,7 +7,7 @@ from random import Random
 
 from firetower.core.records import Kind
 from firetower.drills import refuters
-from firetower.drills.spec import Case, Drill, Host, Origin, Variant, distinct
+from firetower.drills.spec import Case, Drill, Host, Origin, Variant, distinct, level_in
 
 
 def _variants(seed: int) -> list[Variant]:
@@ -24,19 +24,17 @@ def _variant(host: Host, seed: int) -> Variant:
     def build(fault: bool) -> Case:
         from firetower.drills.attention import Page
         from firetower.drills.decoding import attending
-        from firetower.lab.subject import FILLS
+        from firetower.drills.placing import fills
 
         page = Page(length + free, float(dirt), seed, select=not fault)
         case = attending(host, seed, length, page, number, fault=fault)
-        fills = {switch: lambda _, value=value: page.filled(value, case.call) for switch, value in FILLS.items()}
-        case = dataclasses.replace(case, switches=fills, parts={"valid_rows": page.rows})
+        case = dataclasses.replace(case, switches=fills(page.filled, case.call), parts={"valid_rows": page.rows})
         if fault and host == "pure":
             origin = Origin(op="aten.bmm.default", module="", row=0, column=0, kind=Kind.NAN)
             return dataclasses.replace(case, expected=origin)
         return case
 
-    level = "ops" if host == "pure" else "layers"
-    return Variant(id=f"{length}of{length + free}-{dirt}", host=host, level=level, build=build)
+    return Variant(id=f"{length}of{length + free}-{dirt}", host=host, level=level_in(host), build=build)
 
 
 DRILL = Drill(

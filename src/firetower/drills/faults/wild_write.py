@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from firetower.drills import refuters
-from firetower.drills.spec import Case, Drill, Host, Origin, Variant, distinct
+from firetower.drills.spec import Case, Drill, Host, Origin, Variant, distinct, level_in
 
 _BUFFER = 128
 
@@ -56,8 +56,7 @@ def _variant(host: Host, seed: int) -> Variant:
             return dataclasses.replace(case, expected=origin)
         return with_truth(case, where, bad_weight=True)
 
-    level = "ops" if host == "pure" else "layers"
-    return Variant(id=f"layer{layer}-{over}over-{value}", host=host, level=level, build=build)
+    return Variant(id=f"layer{layer}-{over}over-{value}", host=host, level=level_in(host), build=build)
 
 
 def _side_by_side(module: Any) -> tuple[Any, Any]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from firetower.core.records import Kind
 from firetower.drills import refuters
-from firetower.drills.spec import Case, Drill, Host, Origin, Variant, distinct
+from firetower.drills.spec import Case, Drill, Host, Origin, Variant, distinct, level_in
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,9 +53,8 @@ def _variant(host: Host, seed: int) -> Variant:
             return dataclasses.replace(case, expected=origin)
         return with_truth(case, site(model, "down", layer))
 
-    level = "ops" if host == "pure" else "layers"
     name = f"{num_tokens}tokens" if host == "pure" else f"layer{layer}-{zeroed}"
-    return Variant(id=name, host=host, level=level, build=build)
+    return Variant(id=name, host=host, level=level_in(host), build=build)
 
 
 class _Quantised:
