@@ -33,6 +33,16 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {"query_pre_attn_scalar": 8, **SLIDING}),
     "phi3": ("Phi3ForCausalLM", "Phi3Config", {}),
     "gpt_oss": ("GptOssForCausalLM", "GptOssConfig", EXPERTS | SLIDING),
+    "falcon_h1": (
+        "FalconH1ForCausalLM",
+        "FalconH1Config",
+        {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8},
+    ),
+    "jamba": (
+        "JambaForCausalLM",
+        "JambaConfig",
+        {"mamba_d_state": 8, "use_mamba_kernels": False, "attn_layer_period": 2, "attn_layer_offset": 1, **EXPERTS},
+    ),
     "opt": ("OPTForCausalLM", "OPTConfig", {"ffn_dim": 64, "word_embed_proj_dim": 32}),
     "mamba": ("MambaForCausalLM", "MambaConfig", {"state_size": 8}),
 }
@@ -137,6 +147,43 @@ def test_keys_in_a_window_shorter_than_the_prompt(static: bool) -> None:
     fire = watch.fires[0]
     assert mask[0, 2] == 0
     assert (fire.origin.stage, fire.first.sequence, fire.first.token, fire.first.position) == ("kv", 0, 8, 3)
+
+
+def test_a_mixer_beside_attention_is_watched_with_its_states() -> None:
+    model = build("falcon_h1")
+    model.model.layers[1].mamba.A_log.data[1] = float("nan")
+    ids, options = ragged()
+    with firetower.attach(model, store=False, on_fire="record") as watch:
+        model.generate(ids, **options)
+    fire = watch.fires[0]
+    assert (fire.origin.stage, fire.origin.module) == ("recurrent_state", "model.layers.1.mamba")
+    assert "mamba.A_log" in fire.notes[0]
+
+
+def test_an_encoder_has_no_cache_to_miss() -> None:
+    from transformers import ViTConfig, ViTModel
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model: Any = ViTModel(ViTConfig(**sizes, image_size=16, patch_size=8)).eval()
+    with firetower.attach(model, store=False) as watch:
+        model(torch.randn(2, 3, 16, 16))
+        assert watch.last.not_covered == ()
+
+
+def test_every_tower_of_a_model_without_a_head_is_watched() -> None:
+    from transformers import CLIPConfig, CLIPModel
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text, vision = sizes | {"vocab_size": 96, "eos_token_id": 2}, sizes | {"image_size": 16, "patch_size": 8}
+    model: Any = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)).eval()
+    for tower in (model.text_model, model.vision_model):
+        weight = tower.encoder.layers[1].mlp.fc1.weight
+        kept = weight.data[3, 0].clone()
+        weight.data[3, 0] = float("nan")
+        with firetower.attach(model, store=False, on_fire="record") as watch:
+            model(input_ids=torch.ones(2, 5, dtype=torch.long), pixel_values=torch.randn(2, 3, 16, 16))
+        assert watch.fires[0].origin.module.endswith("encoder.layers.1.mlp.fc1")
+        weight.data[3, 0] = kept
 
 
 def test_a_layer_used_twice_is_watched_once() -> None:

@@ -15,6 +15,7 @@ def test_list_names_every_drill(capsys):
     assert main(["drill", "--list"]) == 0
     out = capsys.readouterr().out
     assert all(d.name in out for d in all_drills())
+    assert "refuted by" in out
 
 
 def test_list_as_json(capsys):
@@ -120,3 +121,81 @@ def test_absent_real_model_is_said_and_the_rest_runs(monkeypatch, tmp_path, caps
     assert "make models" in err
     assert main(["drill", "M1", "--host", "smollm2"]) == 1
     assert "make models" in capsys.readouterr().err
+
+
+def test_a_family_letter_means_all_its_drills(capsys):
+    assert main(["drill", "--list", "--json", "s"]) == 0
+    listed = json.loads(capsys.readouterr().out)["drills"]
+    assert [d["name"] for d in listed] == ["partial-doubled", "partial-missing"]
+    assert listed[1]["verdict"] == "S/PARTIAL_MISSING"
+    assert listed[1]["refuter"] == "collectives"
+
+
+def test_a_finite_fault_is_told_by_the_lab(capsys):
+    assert main(["drill", "L1", "--host", "pure"]) == 0
+    out, err = capsys.readouterr()
+    assert "finite: slot" in out
+    assert "the hash is that of expert" in out
+    assert "2 of 2 origins exact, 2 of 2 twins silent" in err
+
+
+def test_board_prints_a_line_a_drill_a_matrix_and_the_figures(capsys):
+    assert main(["drill", "--all", "K", "S", "--host", "pure"]) == 0
+    out, err = capsys.readouterr()
+    assert out.count("silent") == 3
+    assert "K/WEIGHT_MUTATED" in out
+    assert "undecided" in out
+    for figure in ("detected", "origin exact", "family right", "refuter flips"):
+        assert f"{figure}: 6 of 6 (100.0%)" in err
+    assert "twins that fired: 0 of 6" in err
+    assert "MISSED" not in err
+
+
+def test_board_as_json_has_figures_matrix_and_verdicts(capsys):
+    assert main(["drill", "--all", "K1", "--host", "pure", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["confusion"] == {"K": {"K": 2, "V": 0}}
+    assert all(f["met"] for f in document["figures"])
+    first = document["results"][0]
+    assert first["judgement"]["said"] == "K/WEIGHT_MUTATED"
+    assert (first["detected"], first["placed"], first["family_right"], first["refuter_flips"]) == (True,) * 4
+
+
+def test_a_family_that_is_misnamed_exits_3_and_says_what_was_said(monkeypatch, capsys):
+    drill = dataclasses.replace(find_drills(["K1"])[0], verdict="U/SINGLE_BIT")
+    monkeypatch.setattr("firetower.drills.find_drills", lambda names: (drill,))
+    assert main(["drill", "--all", "--host", "pure"]) == 3
+    out, err = capsys.readouterr()
+    assert "0 !" in out
+    assert "planted U/SINGLE_BIT, the lab said K/WEIGHT_MUTATED" in err
+    assert "family wrong: 2 of 2 (100.0%), bar at most 2%: MISSED" in err
+
+
+def test_a_twin_that_the_lab_blames_exits_3(monkeypatch, capsys):
+    drill = find_drills(["L1"])[0]
+    variants = [
+        dataclasses.replace(v, build=lambda _, v=v: v.build(True)) for v in drill.variants(0) if v.host == "pure"
+    ]
+    changed = dataclasses.replace(drill, variants=lambda seed: variants)
+    monkeypatch.setattr("firetower.drills.find_drills", lambda names: (changed,))
+    assert main(["drill"]) == 3
+    assert "FIRED: L/EXPERT_SLOT_MISMATCH" in capsys.readouterr().out
+
+
+def test_a_place_that_the_lab_does_not_name_exits_3(monkeypatch, capsys):
+    drill = find_drills(["L1"])[0]
+
+    def misplaced(variant, fault):
+        case = variant.build(fault)
+        return dataclasses.replace(case, places=("slot 99",)) if fault else case
+
+    variants = [
+        dataclasses.replace(v, build=lambda fault, v=v: misplaced(v, fault))
+        for v in drill.variants(0)
+        if v.host == "pure"
+    ]
+    monkeypatch.setattr(
+        "firetower.drills.find_drills", lambda names: (dataclasses.replace(drill, variants=lambda _: variants),)
+    )
+    assert main(["drill"]) == 3
+    assert "NOT NAMED by the lab: slot 99" in " ".join(capsys.readouterr().out.split())

@@ -68,13 +68,16 @@ class Tap:
 def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
     """The dotted path and the list of decoder layers of the language model, or None where there is none.
 
-    Vision and audio towers are passed over; of several stacks the longest is taken.
+    Vision and audio towers are passed over: what they make is seen at the language model's input. Of several stacks
+    the longest is taken, but towers side by side without a language model's head (CLIP) are none.
     """
     stacks = [
         (path, module)
         for path, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) and all(_is_decoder_layer(m) for m in module)
     ]
+    if len(stacks) > 1 and not any(path.rpartition(".")[2] in _HEADS for path, _ in model.named_modules()):
+        return None
     language = [s for s in stacks if not any(w in s[0].lower() for w in ("vis", "audio", "image", "speech"))]
     return max(language, key=lambda s: len(s[1]), default=None)
 

@@ -23,9 +23,9 @@ def all_drills() -> tuple[Drill, ...]:
 
 
 def find_drills(names: list[str]) -> tuple[Drill, ...]:
-    """The drills of these names or cases (``bad-weight``, ``M1``), all of them when the list is empty.
+    """The drills of these names, cases or families (``bad-weight``, ``M1``, ``M``), all when the list is empty.
 
-    A case may have several drills. A drill asked for twice is returned once.
+    A case or family may have several drills. A drill asked for twice is returned once.
 
     Raises:
         FiretowerError: an unknown name.
@@ -34,7 +34,7 @@ def find_drills(names: list[str]) -> tuple[Drill, ...]:
         return all_drills()
     found: list[Drill] = []
     for name in names:
-        meant = [d for d in all_drills() if name.lower() in (d.name, d.case.lower())]
+        meant = [d for d in all_drills() if name.lower() in (d.name, d.case.lower(), d.family.lower())]
         if not meant:
             listed = ", ".join(d.name for d in all_drills())
             raise FiretowerError(f"name={name}: no such drill; known: {listed}")

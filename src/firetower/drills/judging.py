@@ -10,8 +10,9 @@ from firetower.drills.spec import Case, Drill, Variant
 from firetower.lab.diagnose import diagnose
 from firetower.lab.discriminate.look import Look
 
-_NUM_REPLAYS, _NUM_REPLAYS_SLOW = 40, 12
-"""Replays of a test that replays: fewer where a run takes a tenth of a second."""
+_NUM_REPLAYS = 40
+_NUM_REPLAYS_OF_TWIN = {"smollm2": 12}
+"""Replays of a test that replays. A twin decides nothing, so that all of them run: fewer where a run is slow."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,24 +71,28 @@ class Judgement:
 
 def judge(drill: Drill, variant: Variant, fault: Case, twin: Case) -> Judgement:
     """Ask the lab of a fault, of the same fault refuted, and of its clean twin."""
-    subject = remembered(subject_of(fault))
+    subject, clean = remembered(subject_of(fault)), remembered(subject_of(twin))
     refuter = drill.refuter_of(variant)
-    replays = _NUM_REPLAYS_SLOW if variant.host == "smollm2" else _NUM_REPLAYS
-    verdict = diagnose(subject, num_replays=replays)
-    clean = remembered(subject_of(twin))
-    of_twin = diagnose(clean, num_replays=replays)
+    verdict = diagnose(subject, num_replays=_NUM_REPLAYS)
     return Judgement(
         wanted=drill.verdict_of(variant),
         said=verdict.key,
         statement=verdict.statement,
         undecided_between=verdict.undecided_between,
         declared_open=variant.undecided_between,
-        is_detected=verdict.decided or is_wrong(subject, replays),
+        is_detected=verdict.decided or is_wrong(subject, _NUM_REPLAYS),
         unnamed=tuple(p for p in fault.places if p not in _text(verdict)),
         refuter=refuter.test,
-        refuted=diagnose(refuter.flip(subject), num_replays=replays).key,
-        twin_said=of_twin.key if of_twin.decided else "its request is wrong" if is_wrong(clean, replays) else None,
+        refuted=diagnose(refuter.flip(subject), num_replays=_NUM_REPLAYS).key,
+        twin_said=_said_of_twin(clean, _NUM_REPLAYS_OF_TWIN.get(variant.host, _NUM_REPLAYS)),
     )
+
+
+def _said_of_twin(clean: Evidence, num_replays: int) -> str | None:
+    verdict = diagnose(clean, num_replays=num_replays)
+    if verdict.decided:
+        return verdict.key
+    return "its request is wrong" if is_wrong(clean, num_replays) else None
 
 
 def is_wrong(subject: Evidence, num_replays: int) -> bool:

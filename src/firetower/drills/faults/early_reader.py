@@ -12,17 +12,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+_OPEN = ("J/RACE_SUSPECTED", "C/UNINIT_READ")
+
+
 def _variants(seed: int) -> list[Variant]:
     rng = Random(f"early-reader/{seed}")
     hosts: tuple[Host, ...] = ("pure", "pure", "qwen35moe", "qwen35moe", "smollm2")
-    return distinct([_variant(host, rng.randrange(1 << 30)) for host in hosts])
+    told = [_variant(host, rng.randrange(1 << 30)) for host in hosts]
+    # whoever cannot fill what nobody wrote cannot tell a race from memory that differs from run to run
+    return distinct([*told, _variant("qwen35moe", rng.randrange(1 << 30), can_fill=False)])
 
 
-def _variant(host: Host, seed: int) -> Variant:
+def _variant(host: Host, seed: int, *, can_fill: bool = True) -> Variant:
     rng = Random(seed)
     layer, num_tokens = rng.randrange(30 if host == "smollm2" else 4), rng.randint(3, 7)
-    # seen in 40 replays, or in 12 of the large model
-    chance = rng.uniform(0.2, 0.3) if host == "smollm2" else rng.uniform(0.06, 0.1)
+    chance = rng.uniform(0.06, 0.1)  # about three of 40 replays
 
     def build(fault: bool) -> Case:
         import torch
@@ -51,18 +55,25 @@ def _variant(host: Host, seed: int) -> Variant:
             reader.number = None
             return model(*args)
 
+        # nothing is unwritten: filling changes nothing, the schedule stays what it is
+        fills = alike(scheduled, Switch.FILL_A, Switch.FILL_B) if can_fill else {}
+        seen = ("of 40 replays are wrong", "serialised, 0 of") if can_fill else (_OPEN[0],)
         return Case(
             model=model,
             serve=scheduled,
             right=serial,
-            places=("of 40 replays are wrong" if host != "smollm2" else "replays are wrong", "serialised, 0 of")
-            if fault
-            else (),
-            # nothing is unwritten: filling changes nothing, the schedule stays what it is
-            switches={Switch.SERIAL: serial, **alike(scheduled, Switch.FILL_A, Switch.FILL_B)},
+            places=seen if fault else (),
+            switches={Switch.SERIAL: serial, **fills},
+            parts={} if can_fill else {"valid_rows": None},
         )
 
-    return Variant(id=f"layer{layer}-chance{chance:.2f}", host=host, level="finite", build=build)
+    return Variant(
+        id=f"layer{layer}-chance{chance:.2f}{'' if can_fill else '-nofill'}",
+        host=host,
+        level="finite",
+        build=build,
+        undecided_between=() if can_fill else _OPEN,
+    )
 
 
 class _Reader:
