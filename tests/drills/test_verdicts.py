@@ -15,6 +15,7 @@ from firetower.drills.hosts import SMOLLM2_FILE, cache_folder
 from firetower.drills.judging import judge
 from firetower.lab.diagnose import diagnose
 from firetower.lab.discriminate import STEPS
+from firetower.lab.subjects.torch_call import TorchSubject
 
 has_smollm2 = (cache_folder() / "models" / SMOLLM2_FILE).is_file()
 
@@ -187,3 +188,32 @@ def test_undecided_is_right_only_where_that_pair_was_declared():
     variant = drill.variants(0)[0]
     declared = dataclasses.replace(variant, undecided_between=("K/WEIGHT_MUTATED", "M/BAD_WEIGHT"))
     assert not judge(drill, declared, variant.build(True), variant.build(False)).is_right
+
+
+def _is_plain(variant):
+    """Whether a case is a bare call of a model: nothing that only the drill could tell the lab of it."""
+    case = variant.build(True)
+    own = (case.kernels, case.serve, case.parts, case.switches, case.real_rows)
+    return all(not x for x in own[:4]) and own[4] is None
+
+
+def _assert_same_family_by_the_labs_own_look(drill, variant):
+    case = variant.build(True)
+    call = case.model if case.method == "__call__" else getattr(case.model, case.method)
+    loaded = {n: p.detach().clone() for n, p in case.model.named_parameters()}
+    subject = TorchSubject(call, *case.args, kwargs=dict(case.kwargs), at_load=loaded)
+    verdict = diagnose(subject)
+    assert verdict.family == drill.verdict_of(variant)[0], verdict.statement
+
+
+@pytest.mark.parametrize(("drill", "variant"), _params((d, v) for d, v in DEFAULT if v.host == "pure" and _is_plain(v)))
+def test_the_labs_own_subject_of_a_bare_call_gets_the_same_family(drill, variant):
+    _assert_same_family_by_the_labs_own_look(drill, variant)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("drill", "variant"), _params((d, v) for d, v in OTHERS if v.host == "qwen35moe"))
+def test_the_labs_own_subject_gets_the_same_family_in_hosts(drill, variant):
+    if variant.level == "finite" or not _is_plain(variant):
+        pytest.skip("the lab needs what only the drill can tell")
+    _assert_same_family_by_the_labs_own_look(drill, variant)

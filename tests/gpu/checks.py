@@ -186,6 +186,7 @@ def a_panel_resets_and_reads_inside_a_graph() -> dict[str, Any]:
         panel.reset(2, 3)
         panel.mark(slots[0], x, num_sequences=2, num_tokens=3)
         panel.mark(slots[1], kv, num_sequences=2, num_tokens=3)
+        panel.flush()
 
     graph = captured(step)
     for fault in (None, (0, 1, 5), None, (1, 2, 63)):
