@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import firetower
 import pytest
 import torch
+
+import firetower
 from firetower.core.verdict import Verdict
 from firetower.drills import hosts
 

@@ -28,7 +28,9 @@ _HOSTS = ("pure", "smollm2", "qwen35moe", "qwen4exp")
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``firetower drill``."""
-    parser.add_argument("name", nargs="*", metavar="NAME", help="drills to run, by name, case or family letter (default: all)")
+    parser.add_argument(
+        "name", nargs="*", metavar="NAME", help="drills to run, by name, case or family letter (default: all)"
+    )
     parser.add_argument(
         "--all", action="store_true", help="the board: every drill (or each NAME) with the lab's verdict and refuter"
     )

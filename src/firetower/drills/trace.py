@@ -58,7 +58,7 @@ class Ran:
     users: list[Ran] = dataclasses.field(default_factory=list)
 
 
-class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Recording(TorchDispatchMode):
     """Ops of one call. Enter it, run, leave it, then ask for `first_bad`.
 
     Args:

@@ -46,7 +46,8 @@ def investigate(
             without it such a verdict stays undecided between the two.
 
     Returns:
-        What was found; ``verdict`` is None where nothing burned or the further runs could not be made (a note says why).
+        What was found; ``verdict`` is None where nothing burned or the further runs could not be made (a note says
+        why).
 
     Raises:
         InvestigateError: state that cannot be put back, found before anything runs.

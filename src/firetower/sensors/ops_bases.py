@@ -47,7 +47,7 @@ class Bases:
         base = x._base
         if base is not None:
             usable = base.is_contiguous() and base.dtype is x.dtype and base.ndim > 0
-            return (tuple(base.shape), base.storage_offset()) if usable else None
+            return (tuple(base.shape), int(base.storage_offset())) if usable else None
         known = self._shapes.get(storage_key(x))
         if known is None or known[0].expired() or not known[1]:
             return None
@@ -55,7 +55,7 @@ class Bases:
 
 
 def _storage_offset(x: Tensor, flat_index: int) -> int:
-    offset = x.storage_offset()
+    offset = int(x.storage_offset())
     for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
         offset += (flat_index % size) * stride
         flat_index //= size

@@ -196,8 +196,8 @@ class Judge:
             writer = self.report.writer(ran, x, Owner(Cause.OWN, None))
             self._set_pending(x, writer)
             return
-        writer = masks[0].entry.legal if masks[0].entry is not None else None
-        by = f"written by {writer}" if writer is not None else f"from {self._mask_owner(masks[0])}"
+        mask_writer = masks[0].entry.legal if masks[0].entry is not None else None
+        by = f"written by {mask_writer}" if mask_writer is not None else f"from {self._mask_owner(masks[0])}"
         text = f"turned a legal -Inf into {'NaN' if flags.nan else '+Inf'}; the -Inf was {by}"
         notes = ("a row of its input is all -Inf",) if _has_empty_row(masks[0].value) else ()
         places = bad_places(x, neg_inf=False)

@@ -50,7 +50,7 @@ _LITERALS = ("lift_fresh", "scalar_tensor")
 _logger = logging.getLogger("firetower")
 
 
-class OpsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OpsMode(TorchDispatchMode):
     """Checks every ATen op between ``__enter__`` and ``__exit__``, in eager mode, in this thread.
 
     Args:

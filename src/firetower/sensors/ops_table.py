@@ -90,7 +90,7 @@ class StorageTable:
 
 def storage_key(x: Tensor) -> int:
     """Identity of the storage that ``x`` is a view of."""
-    return x.untyped_storage()._cdata
+    return int(x.untyped_storage()._cdata)
 
 
 def covers_storage(x: Tensor) -> bool:

@@ -56,7 +56,7 @@ class Record:
     source: str = ""
 
 
-class Trace(OpsMode):  # type: ignore[no-untyped-call]
+class Trace(OpsMode):
     """`OpsMode` that keeps records around one op.
 
     Args:
