@@ -46,8 +46,8 @@ bench-peers: models  ## the figure beside llama.cpp (after make test-peers)
 bench-gpu: models  ## the figure on a CUDA device
 	$(PY) benchmarks/h200_watch.py
 
-test-peers: models  ## tests against peers; builds llama-cpp-python from source (about 8 minutes)
-	CMAKE_ARGS="-DGGML_NATIVE=OFF" $(PY) -m pip install --editable '.[llama]'
+test-peers: models  ## tests against peers: llama.cpp (built from source, about 8 minutes), Ray, and chromium where it is installed
+	CMAKE_ARGS="-DGGML_NATIVE=OFF" $(PY) -m pip install --editable '.[llama,ray]'
 	$(PYTEST) -m peers
 
 test-gpu: models  ## tests that need a CUDA device
