@@ -17,12 +17,16 @@ from firetower.drills.spec import Drill, Variant
 BOARD = [(d, v) for d in all_drills() for v in d.variants(0)]
 
 IN_A_HOST = ("bad-weight", "every-stage", "state-not-cleared")
-"""Drills of which the default run takes every variant in a small host; of the others it takes those without one."""
+"""Drills of which the default run takes every variant in a small host; of each it takes one without a host."""
+
+FIRST = {(d.name, d.variants(0)[0].id) for d in all_drills()}
 has_smollm2 = (cache_folder() / "models" / SMOLLM2_FILE).is_file()
 
 
 def _is_quick(drill, variant):
-    return variant.host == "pure" or (variant.host != "smollm2" and drill.name in IN_A_HOST)
+    if variant.host == "pure":
+        return (drill.name, variant.id) in FIRST
+    return variant.host != "smollm2" and drill.name in IN_A_HOST
 
 
 def _params(*, quick: bool, smollm2: bool = False):

@@ -70,12 +70,14 @@ def test_one_bad_result_of_ten_misses_its_bar(bad, name, count):
 
 def test_undecided_is_right_where_it_was_declared():
     pair = ("A/OVERFLOW_ACTIVATION", "P/KERNEL_WRONG")
-    announced = said("V/UNDECIDED", wanted="V/UNDECIDED", declared_open=pair, undecided_between=pair)
+    announced = said("V/UNDECIDED", declared_open=pair, undecided_between=pair)
     figures = by_name([result(judgement=announced)])
     assert figures["family right"].count == 1
     assert figures["undecided unannounced"].count == 0
     half = dataclasses.replace(announced, undecided_between=pair[:1])
     assert by_name([result(judgement=half)])["family right"].count == 0
+    decided = dataclasses.replace(GOOD, declared_open=pair)
+    assert by_name([result(judgement=decided)])["family right"].count == 1
 
 
 def test_the_matrix_has_a_row_a_planted_family_and_a_column_for_undecided():

@@ -43,15 +43,19 @@ class Judgement:
 
     @property
     def is_right(self) -> bool:
-        """Whether the family is the planted one, or undecided exactly where that was said beforehand."""
-        if self.declared_open:
-            return self.said == self.wanted and set(self.declared_open) <= set(self.undecided_between)
-        return self.family_said == self.wanted[0]
+        """Whether the family is the planted one, or what was said beforehand to stay open is what stays open."""
+        return self.family_said == self.wanted[0] or self.is_open_as_declared
+
+    @property
+    def is_open_as_declared(self) -> bool:
+        """Whether the lab is undecided, and the variant said beforehand between which causes."""
+        left = set(self.declared_open)
+        return self.family_said == "V" and bool(left) and left <= set(self.undecided_between)
 
     @property
     def is_detail_right(self) -> bool:
-        """Whether family and detail are the planted ones."""
-        return self.is_right and self.said == self.wanted
+        """Whether family and detail are the planted ones, or open as was said beforehand."""
+        return self.said == self.wanted or self.is_open_as_declared
 
     @property
     def is_wrong(self) -> bool:
@@ -60,8 +64,8 @@ class Judgement:
 
     @property
     def has_flipped(self) -> bool:
-        """Whether the refuter overturned the verdict."""
-        return self.refuted != self.wanted or bool(self.declared_open)
+        """Whether the refuter overturned the verdict; there is none to overturn where the lab is undecided."""
+        return self.refuted != self.wanted
 
     @property
     def family_said(self) -> str:

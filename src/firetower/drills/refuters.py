@@ -44,8 +44,6 @@ FRESH_STATE = useless(Switch.FRESH_STATE, "fresh-state")
 EAGER = useless(Switch.EAGER, "eager")
 OTHER_BACKEND = useless(Switch.OTHER_BACKEND, "other-backend")
 OTHER_DEVICE = useless(Switch.OTHER_DEVICE, "other-device")
-RELOADED = useless(Switch.RELOADED_WEIGHTS, "weights-loaded-again")
-ALL_MISS = useless(Switch.ALL_MISS, "all-misses")
 COLD = useless(Switch.COLD, "cold")
 DRAFTS_OFF = useless(Switch.DRAFTS_OFF, "drafts-off")
 ONE_RANK = useless(Switch.WORLD_SIZE_ONE, "world-size-one")
@@ -220,16 +218,6 @@ def _stored_not_zero(op: Any) -> Any:
 
 
 STORED_NOT_ZERO = _change_op("zero-output", _stored_not_zero)
-
-
-def _bits_not_ones(op: Any) -> Any:
-    def usual(a: Array) -> Array:
-        return _with_values(a, np.where(np.isnan(a.values), np.nan, a.values)) if _is_float(a) else a
-
-    return _map_arrays(op, usual, ("outputs",))
-
-
-BITS_NOT_ONES = _change_op("operands-finite", _bits_not_ones)
 
 
 def _change_part(name: str, test: str, change: Callable[[Any], Any]) -> Refuter:
@@ -452,11 +440,3 @@ def _cast_exact(op: Any) -> Any:
 
 POSITIONS_CAST = _change_op("angles", _cast_exact)
 POSITIONS_EXACT = Refuter(test="positions", flip=_exact_positions)
-
-
-def _rows_of_this_step(b: Any) -> Any:
-    written = tuple(None if w is None else b.step for w in b.written_at)
-    return dataclasses.replace(b, written_at=written)
-
-
-ROWS_OF_THIS_STEP = _change_part("valid_rows", "rows-written", _rows_of_this_step)

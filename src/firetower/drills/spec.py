@@ -172,8 +172,8 @@ class Drill:
     case: str = ""
 
     def verdict_of(self, variant: Variant) -> str:
-        """What the lab must say of a variant: ``FAMILY/DETAIL``, ``V/UNDECIDED`` where that was said beforehand."""
-        return "V/UNDECIDED" if variant.undecided_between else variant.verdict or self.verdict
+        """The cause of a variant: ``FAMILY/DETAIL``."""
+        return variant.verdict or self.verdict
 
     def refuter_of(self, variant: Variant) -> Refuter:
         """What must overturn it."""
