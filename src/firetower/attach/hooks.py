@@ -259,9 +259,19 @@ def _after_cache(taps: list[Tap], slots: list[int], hooks: HostHooks, mark: Mark
             _mark_all(find(args, kwargs, output), mark)
             return
         try:
-            inputs = args or tuple(kwargs.values())
-            for slot, part, x in find(args, kwargs, output):
-                hooks.check(slot, x, module, inputs, part)
+            # as `find`, without its lists: this runs in every layer of every decode step
+            x = kwargs.get("hidden_states")
+            if type(x) is not Tensor:
+                x = input_tensor(args, kwargs)
+            num_tokens = x.shape[1] if x is not None and x.ndim >= 3 else 1
+            inputs = args or kwargs.values()
+            for slot, stage, layer in states:
+                for part, tensor in enumerate(written_state(stage, kwargs, layer, num_tokens)):
+                    hooks.check(slot, tensor, module, inputs, part)
+            y = output[0] if type(output) is tuple and type(output[0]) is Tensor else first_tensor(output)
+            if y is not None:
+                for slot in outputs:
+                    hooks.check(slot, y, module, inputs)
         except NonFiniteError:
             raise
         except Exception as e:  # noqa: BLE001 - our failure must not stop inference; it is counted and shown
