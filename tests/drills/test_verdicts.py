@@ -192,6 +192,10 @@ def test_undecided_is_right_only_where_that_pair_was_declared():
     assert not judge(drill, declared, blind, variant.build(False)).is_right
 
 
+OPEN_IN_A_HOST = ("zero-key",)
+"""In a layer with several exponentials a bare call cannot tell whether its softmax is split."""
+
+
 def _is_plain(variant):
     """Whether a case is a bare call of a model: nothing that only the drill could tell the lab of it."""
     case = variant.build(True)
@@ -205,7 +209,8 @@ def _assert_same_family_by_the_labs_own_look(drill, variant):
     loaded = {n: p.detach().clone() for n, p in case.model.named_parameters()}
     subject = TorchSubject(call, *case.args, kwargs=dict(case.kwargs), at_load=loaded)
     verdict = diagnose(subject)
-    assert verdict.family == drill.verdict_of(variant)[0], verdict.statement
+    may_be_open = variant.host != "pure" and drill.name in OPEN_IN_A_HOST
+    assert verdict.family in (drill.verdict_of(variant)[0], *("V" * may_be_open)), verdict.statement
 
 
 @pytest.mark.parametrize(("drill", "variant"), _params((d, v) for d, v in DEFAULT if v.host == "pure" and _is_plain(v)))
