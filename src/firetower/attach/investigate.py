@@ -18,7 +18,7 @@ from firetower.attach.state import CallState
 from firetower.core.errors import InvestigateError
 from firetower.core.records import Fire, TensorSummary
 from firetower.core.verdict import Verdict
-from firetower.fires.safe import SafeStore
+from firetower.fires.safe import keep_fire
 from firetower.fires.store import Store
 from firetower.sensors.ops_events import Cause, LaunderEvent, OpEvent
 from firetower.sensors.summary import summarize
@@ -130,7 +130,7 @@ def _conclude(
     elif first.is_bad:
         fire = fire_of_output(first, fn, (CLEAN_SECOND_RUN, *notes))
     if fire is not None:
-        notes += _store(fire, store)
+        notes += keep_fire(fire, store)
     culprit = origin.culprit if origin is not None else (CLEAN_SECOND_RUN if fire is not None else "")
     return Investigation(
         burned=fire is not None,
@@ -148,17 +148,6 @@ def _conclude(
         result=result,
         error=first.error,
     )
-
-
-def _store(fire: Fire, target: Store | str | Path | Literal[False] | None) -> list[str]:
-    """Store a fire; a store that fails is a note, since the finding is worth more than its copy."""
-    if target is False:
-        return []
-    store = SafeStore(target)
-    try:
-        return [] if store.add(fire) is not None else [f"the fire was not stored: {store.last_error}"]
-    finally:
-        store.close()
 
 
 def _findings(run: OpRun, first: FirstRun) -> Iterator[str]:

@@ -29,7 +29,7 @@ class RandomState:
         numpy = sys.modules.get("numpy")
         self._numpy = numpy.random.get_state() if numpy is not None else None
         self._cpu = torch.get_rng_state()
-        in_use = torch.cuda.is_initialized()
+        in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self._cuda = torch.cuda.get_rng_state_all() if in_use else None
 
     def restore(self) -> None:

@@ -106,7 +106,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 def _fingerprint(x: Tensor) -> int:
     """A sum over all bytes, each chunk weighted by its place."""
     total = 0
-    for i, chunk in enumerate(_bytes_of(x).split(_CHUNK)):
+    for i, chunk in enumerate(_bytes_of(x).split(_CHUNK)):  # type: ignore[no-untyped-call]
         weights = torch.arange(1, len(chunk) + 1, device=chunk.device, dtype=torch.int64)
         total = (total * 1_000_003 + i + int((chunk.to(torch.int64) * weights).sum().item())) & ((1 << 64) - 1)
     return total

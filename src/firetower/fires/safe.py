@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from firetower.core.records import Fire
 from firetower.fires.fork import pause_on_fork
@@ -95,3 +95,22 @@ class SafeStore:
             _logger.warning(
                 "fires are not kept: %s (inference goes on; later failures are only counted)", self.last_error
             )
+
+
+def keep_fire(fire: Fire, target: Store | str | Path | Literal[False] | None) -> list[str]:
+    """Store one fire; a store that fails is a note, since the finding is worth more than its copy.
+
+    Args:
+        fire: the incident.
+        target: the default store (None), a path, a `Store`, or False for nowhere.
+
+    Returns:
+        What to tell the user, empty when all went well.
+    """
+    if target is False:
+        return []
+    store = SafeStore(target)
+    try:
+        return [] if store.add(fire) is not None else [f"the fire was not stored: {store.last_error}"]
+    finally:
+        store.close()

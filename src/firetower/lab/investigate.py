@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from firetower.core.errors import FiretowerError
 from firetower.core.records import Fire
 from firetower.core.verdict import Verdict
-from firetower.fires.safe import SafeStore
+from firetower.fires.safe import keep_fire
 from firetower.fires.store import Store
 from firetower.lab.diagnose import diagnose
 
@@ -64,7 +64,7 @@ def investigate(
         except FiretowerError as e:
             notes.append(f"no verdict: {e}")
     fire = found.fire if verdict is None else dataclasses.replace(found.fire, verdict=verdict.to_mapping())
-    notes += _store(fire, firetower_store)
+    notes += keep_fire(fire, firetower_store)
     return dataclasses.replace(found, fire=fire, verdict=verdict, notes=tuple(notes))
 
 
@@ -78,14 +78,3 @@ def _judge(
         return diagnose(subject, num_replays=NUM_REPLAYS)
     finally:
         subject.reset()
-
-
-def _store(fire: Fire, target: Store | str | Path | Literal[False] | None) -> list[str]:
-    """Store a fire; a store that fails is a note, since the finding is worth more than its copy."""
-    if target is False:
-        return []
-    store = SafeStore(target)
-    try:
-        return [] if store.add(fire) is not None else [f"the fire was not stored: {store.last_error}"]
-    finally:
-        store.close()

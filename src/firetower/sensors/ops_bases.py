@@ -23,14 +23,14 @@ class Bases:
         """``x`` is about to be viewed: the first view of a storage shows its shape."""
         key = storage_key(x)
         known = self._shapes.get(key)
-        if known is not None and not known[0].expired():
+        if known is not None and not known[0].expired():  # type: ignore[no-untyped-call]
             return
         if not (x.is_contiguous() and covers_storage(x)):
             return
         if len(self._shapes) >= self._purge_at:
-            self._shapes = {k: v for k, v in self._shapes.items() if not v[0].expired()}
+            self._shapes = {k: v for k, v in self._shapes.items() if not v[0].expired()}  # type: ignore[no-untyped-call]
             self._purge_at = max(_PURGE_AT, 2 * len(self._shapes))
-        self._shapes[key] = (StorageWeakRef(x.untyped_storage()), tuple(x.shape))
+        self._shapes[key] = (StorageWeakRef(x.untyped_storage()), tuple(x.shape))  # type: ignore[no-untyped-call]
 
     def in_base(self, bad: BadValue, x: Tensor, frame: Frame | None) -> BadValue:
         """``bad``, found in ``x``, as a place in the tensor behind it; unchanged where that is not known."""
@@ -49,7 +49,7 @@ class Bases:
             usable = base.is_contiguous() and base.dtype is x.dtype and base.ndim > 0
             return (tuple(base.shape), int(base.storage_offset())) if usable else None
         known = self._shapes.get(storage_key(x))
-        if known is None or known[0].expired() or not known[1]:
+        if known is None or known[0].expired() or not known[1]:  # type: ignore[no-untyped-call]
             return None
         return known[1], 0
 

@@ -188,6 +188,6 @@ def _is_composite(func: Any) -> bool:
         return False
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     own_kernels = ("CPU", "CUDA", "CompositeExplicitAutograd")
-    return has_kernel(func.name(), "CompositeImplicitAutograd") and not any(
-        has_kernel(func.name(), key) for key in own_kernels
+    return has_kernel(func.name(), "CompositeImplicitAutograd") and not any(  # type: ignore[no-untyped-call]
+        has_kernel(func.name(), key) for key in own_kernels  # type: ignore[no-untyped-call]
     )

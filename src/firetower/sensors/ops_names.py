@@ -49,7 +49,7 @@ class Owners:
         named = [*((f"argument {i}", a) for i, a in enumerate(args)), *kwargs.items()]
         for name, value in named:
             for path, x in tensors_under(value, name):
-                self._given.setdefault(storage_key(x), (StorageWeakRef(x.untyped_storage()), path))
+                self._given.setdefault(storage_key(x), (StorageWeakRef(x.untyped_storage()), path))  # type: ignore[no-untyped-call]
 
     def of(self, x: Tensor, roots: list[nn.Module]) -> Owner:
         """Owner of the storage of ``x`` among the weights and buffers of ``roots`` and the noted inputs."""
@@ -63,7 +63,7 @@ class Owners:
                 first, *tied = found
                 return Owner(cause, first + (f" (tied with {', '.join(tied)})" if tied else ""), found[first])
         given = self._given.get(key)
-        if given is not None and not given[0].expired():
+        if given is not None and not given[0].expired():  # type: ignore[no-untyped-call]
             return Owner(Cause.CALLER, given[1])
         if isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter):
             return Owner(Cause.WEIGHT, None)

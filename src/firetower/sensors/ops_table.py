@@ -57,7 +57,7 @@ class StorageTable:
         if found is None:
             if len(self.entries) >= self._purge_at:
                 self._purge()
-            found = self.entries[key] = Entry(StorageWeakRef(x.untyped_storage()))
+            found = self.entries[key] = Entry(StorageWeakRef(x.untyped_storage()))  # type: ignore[no-untyped-call]
         return found
 
     def forget(self, x: Tensor) -> None:
@@ -82,7 +82,7 @@ class StorageTable:
         self.num_bad = 0
 
     def _purge(self) -> None:
-        for key in [k for k, e in self.entries.items() if e.ref.expired()]:
+        for key in [k for k, e in self.entries.items() if e.ref.expired()]:  # type: ignore[no-untyped-call]
             entry = self.entries.pop(key)
             self.num_bad -= entry.bad is not None
         self._purge_at = max(_PURGE_AT, 2 * len(self.entries))

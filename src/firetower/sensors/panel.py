@@ -126,7 +126,7 @@ class Snapshot:
 
     def is_ready(self) -> bool:
         """Whether `result` would return without waiting."""
-        return all(event.query() for event in self._events)
+        return all(event.query() for event in self._events)  # type: ignore[no-untyped-call]
 
     def result(self) -> PanelReading:
         """Wait for the copy and decode it. The words of several devices are merged: the smallest is the

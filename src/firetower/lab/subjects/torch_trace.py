@@ -56,7 +56,7 @@ class Record:
     source: str = ""
 
 
-class Trace(OpsMode):
+class Trace(OpsMode):  # type: ignore[no-untyped-call]
     """`OpsMode` that keeps records around one op.
 
     Args:
