@@ -326,3 +326,26 @@ class ChunkDecays(nn.Module):
         pairs = self.totals[rows][:, :, None] - self.totals[columns][:, None, :]
         upper = torch.ones(self.chunk, self.chunk, dtype=torch.bool).triu(1)
         return torch.exp(pairs.masked_fill(upper, float("-inf")))
+
+
+def delta_rule(q: Tensor, k: Tensor, value: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """The gated delta rule token by token: decay, correct what the key recalls, read.
+
+    Args:
+        q, k: [B, T, H, K]; ``q`` is scaled by K**-0.5 here.
+        value: [B, T, H, V].
+        g: [B, T, H], log decay.
+        beta: [B, T, H].
+
+    Returns:
+        (outputs [B, T, H, V], last state [B, H, K, V]), in the type of the inputs.
+    """
+    state = value.new_zeros(value.shape[0], value.shape[2], k.shape[-1], value.shape[-1])
+    outputs = []
+    for t in range(value.shape[1]):
+        state = state * g[:, t].exp()[..., None, None]
+        recalled = torch.einsum("bhk,bhkv->bhv", k[:, t], state)
+        delta = (value[:, t] - recalled) * beta[:, t].unsqueeze(-1)
+        state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], delta)
+        outputs.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state) * k.shape[-1] ** -0.5)
+    return torch.stack(outputs, 1), state

@@ -123,22 +123,15 @@ class _Recurrence:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **_: Any) -> Any:
         """q, k [B, T, Hk, D]; v [B, T, H, D]; g, beta [B, T, H] -> out [B, T, H, D], state [B, H, D, D]."""
-        import torch
         import torch.nn.functional as F
+
+        from firetower.drills.pure import delta_rule
 
         repeat = value.shape[2] // key.shape[2]
         q, k = (F.normalize(x, dim=-1).repeat_interleave(repeat, 2) for x in (query, key))
         k = k if self.norm_keys else 8.0 * k
         self.used = tuple(x.detach().clone() for x in (k, beta, value, g))
-        state = value.new_zeros(value.shape[0], value.shape[2], k.shape[-1], value.shape[-1])
-        outputs = []
-        for t in range(value.shape[1]):
-            state = state * g[:, t].exp()[..., None, None]
-            recalled = torch.einsum("bhk,bhkv->bhv", k[:, t], state)
-            delta = (value[:, t] - recalled) * beta[:, t].unsqueeze(-1)
-            state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], delta)
-            outputs.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state) * k.shape[-1] ** -0.5)
-        return torch.stack(outputs, 1), state
+        return delta_rule(q, k, value, g, beta)
 
 
 DRILL = Drill(

@@ -71,18 +71,12 @@ def _rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **
     import torch
     import torch.nn.functional as F
 
+    from firetower.drills.pure import delta_rule
+
     repeat = value.shape[2] // key.shape[2]
     k = key / torch.linalg.vector_norm(key, dim=-1, keepdim=True)
     q, k = (x.repeat_interleave(repeat, 2) for x in (F.normalize(query, dim=-1), k))
-    state = value.new_zeros(value.shape[0], value.shape[2], k.shape[-1], value.shape[-1])
-    outputs = []
-    for t in range(value.shape[1]):
-        state = state * g[:, t].exp()[..., None, None]
-        recalled = torch.einsum("bhk,bhkv->bhv", k[:, t], state)
-        delta = (value[:, t] - recalled) * beta[:, t].unsqueeze(-1)
-        state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], delta)
-        outputs.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state) * k.shape[-1] ** -0.5)
-    return torch.stack(outputs, 1), state
+    return delta_rule(q, k, value, g, beta)
 
 
 DRILL = Drill(
