@@ -89,7 +89,7 @@ def _first_overflow(k: Tensor, v: Tensor) -> Origin:
 
 def _host(seed: int, layer: int) -> Variant:
     """A Gated DeltaNet layer without its key norm and without decay."""
-    tokens = Random(seed).randint(60, 80)
+    tokens = Random(seed).randint(160, 200)
 
     def build(fault: bool) -> Case:
         from firetower.drills.placing import load, prompt, replace_chunk_rule, site

@@ -53,14 +53,16 @@ class Design:
         return len(self.plan) // len(self.arms)
 
 
-def counted_tries(design: Design, state: CampaignState) -> dict[str, list[Try]]:
+def counted_tries(design: Design, state: CampaignState, ended: CampaignEnd | None = None) -> dict[str, list[Try]]:
     """Tries of each arm that the figures rest on: of the plan's settled beginning, in its order.
 
     While tries run side by side, those that fired are over before those that did not. Without a gap, what is
-    counted does not depend on who was faster.
+    counted does not depend on who was faster. A campaign that ended on a poisoned process closes no gap any more:
+    there every try from before the poison counts, and the sentences say which way that leans.
     """
     found: dict[str, list[Try]] = {arm.name: [] for arm in design.arms}
-    for number in range(state.prefix(len(design.plan))):
+    size = len(design.plan)
+    for number in range(size if ended is CampaignEnd.POISONED else state.prefix(size)):
         if number in state.counted:
             found[design.plan[number].arm].append(state.counted[number])
     return found
@@ -83,7 +85,7 @@ def summarize(
 ) -> tuple[tuple[ArmResult, ...], tuple[ArmComparison, ...], tuple[str, ...]]:
     """(arms, comparisons, sentences) of a campaign as far as it came."""
     anytime = is_anytime(design, ended)
-    tries = counted_tries(design, state)
+    tries = counted_tries(design, state, ended)
     arms = tuple(_arm_result(design, state, arm, tries[arm.name], anytime=anytime) for arm in design.arms)
     comparisons = tuple(_comparisons(design, tries, anytime=anytime))
     return arms, comparisons, tuple(_sentences(design, state, ended, arms, comparisons))
