@@ -3,6 +3,8 @@ PYTHON ?= python3
 PY := .venv/bin/python
 VENV := .venv/.installed
 PYTEST := $(PY) -m pytest
+# tests of one parametrised function must come in one order in every worker
+PARALLEL := env PYTHONHASHSEED=0 $(PY) -m pytest -n 2 --dist worksteal
 
 .PHONY: help venv models demo test check contracts bench bench-peers bench-gpu test-peers test-gpu soak clean
 
@@ -25,7 +27,7 @@ demo: models  ## the main job on a real model, from set-up to stored fires
 	$(PY) examples/demo.py
 
 test: models  ## every test that a CPU can run, slow ones included
-	$(PYTEST) -m "not peers and not gpu and not soak"
+	$(PARALLEL) -m "not peers and not gpu and not soak"
 
 check: $(VENV) contracts  ## ruff, mypy --strict on src, contracts
 	.venv/bin/ruff check .

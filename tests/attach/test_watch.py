@@ -369,6 +369,7 @@ def test_failure_of_the_watch_never_stops_inference(moe: Any, monkeypatch: pytes
     bare = generate(moe, ids)
     with firetower.attach(moe, store=False) as watch:
         monkeypatch.setattr("firetower.attach.hooks.SUM_DTYPE", Broken())
+        monkeypatch.setattr("firetower.attach.hooks._FLOAT32", None)
         assert torch.equal(generate(moe, ids), bare)
         assert watch.status()["failures"] > 100
         assert "broken sensor" in watch.status()["last_failure"]

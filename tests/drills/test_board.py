@@ -65,7 +65,7 @@ def test_origin_is_exact_inside_smollm2(drill, variant):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1, 5))
+@pytest.mark.parametrize("seed", [2, *(pytest.param(s, marks=pytest.mark.soak) for s in (1, 3, 4))])
 def test_other_seeds_are_as_exact(seed):
     plan = [(d, v) for d in all_drills() for v in d.variants(seed) if v.host != "smollm2"]
     missed = [r for r in itertools.starmap(run_variant, plan) if not r.is_exact]

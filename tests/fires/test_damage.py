@@ -252,7 +252,7 @@ def test_a_read_only_store_cannot_be_written_but_can_be_read(tmp_path_factory: A
     path = folder / "fires.sqlite"
     _fill(path, make_fire, 3)
     # root may write anywhere, so the child gives that up; it must get through the folders above
-    opened = [p for p in (folder.parent, folder.parent.parent) if not p.stat().st_mode & 0o001]
+    opened = [p for p in folder.parents if not p.stat().st_mode & 0o001]
     for p in opened:
         p.chmod(p.stat().st_mode | 0o001)
     path.chmod(0o444)

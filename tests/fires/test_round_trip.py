@@ -210,7 +210,9 @@ def test_every_nonfinite_pattern_of_the_narrow_types_comes_back(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize(
+    "dtype", [d if DTYPE_BITS[d] == 8 else pytest.param(d, marks=pytest.mark.soak) for d in NARROW]
+)
 def test_every_pattern_of_the_narrow_types_comes_back(tmp_path: Path, make_fire: Any, dtype: str) -> None:
     _check_patterns(tmp_path, make_fire, dtype, range(2 ** DTYPE_BITS[dtype]))
 

@@ -49,7 +49,7 @@ def sparse_gguf(path, num_rows):
         file.write(b"\x00\x7e")
 
 
-SIZES = [pytest.param(5 << 28, id="1.25-gib"), pytest.param(6 << 30, id="6-gib", marks=pytest.mark.slow)]
+SIZES = [pytest.param(5 << 28, id="1.25-gib"), pytest.param(6 << 30, id="6-gib", marks=pytest.mark.soak)]
 
 
 @pytest.mark.parametrize("num_bytes", SIZES)

@@ -44,7 +44,7 @@ def check_single() -> int:
     num_cases = 0
     dtypes = (torch.float32, torch.float16, torch.float64)
     for dtype, (shape, geometry), num_bad, legal, padded in itertools.product(
-        dtypes, SHAPES.values(), (0, 1, 5, 200), (False, True), (False, True)
+        dtypes, SHAPES.values(), (0, 5), (False, True), (False, True)
     ):
         x = with_faults(shape, dtype, num_bad)
         pad = pad_of(shape, geometry[1]) if padded else None

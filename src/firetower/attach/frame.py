@@ -146,7 +146,10 @@ class Call:
 
 def cache_of(kwargs: Mapping[str, Any]) -> Any:
     """The cache object among a call's keyword arguments, or None."""
-    return next((kwargs[n] for n in _CACHES if kwargs.get(n) is not None), None)
+    for name in _CACHES:
+        if (cache := kwargs.get(name)) is not None:
+            return cache
+    return None
 
 
 def weak_reference(value: Any) -> weakref.ref[Any] | None:

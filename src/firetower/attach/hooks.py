@@ -13,16 +13,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.utils.hooks import RemovableHandle
 
 from firetower.attach.discover import Side, Tap
 from firetower.attach.freezing import GenerateCall
 from firetower.attach.isolate import RowGuard
 from firetower.attach.step import Step
-from firetower.attach.taps import first_tensor, float_tensors, input_tensor, written_state
+from firetower.attach.taps import cache_layer, first_tensor, float_tensors, input_tensor, written_state
 from firetower.core.errors import NonFiniteError
 from firetower.core.records import Legal
 from firetower.sensors.check import SUM_DTYPE, is_clean
+
+# looked up in every hook of every decode step, where an attribute of torch is one more cold cache line
+_FLOAT32 = torch.float32
 
 Mark = Callable[[int, Tensor, int], None]
 """Marks a tensor on its device: the slot of its tap, the tensor, which of the tap's tensors it is."""
@@ -37,12 +41,15 @@ class HostHooks(threading.local):
         on_failure: Callable[[BaseException], None],
         mark: Mark,
         on_stray: Callable[[], None] | None,
+        *,
+        may_wait: bool = True,
     ) -> None:
         self.step = Step(taps)
         self.legal = [t.signal.legal for t in taps]
         self.on_failure = on_failure
         self.mark = mark
         self.on_stray = on_stray
+        self.may_wait = may_wait
         # of the running generate() in this thread: its arguments, its guard, and what burned since it last asked
         self.running: GenerateCall | None = None
         self.guard: RowGuard | None = None
@@ -54,7 +61,7 @@ class HostHooks(threading.local):
         if step.open and x.is_cpu and x.dtype in SUM_DTYPE and self.legal[slot] is Legal.FINITE:
             # the decode loop ends here: any NaN or Inf makes the sum non-finite
             try:
-                total = x.sum(dtype=SUM_DTYPE[x.dtype]).item()
+                total = (x.sum() if x.dtype is _FLOAT32 else x.sum(dtype=SUM_DTYPE[x.dtype])).item()
             except NotImplementedError:
                 total = float("nan")  # a nested tensor has no sum: look closer
             if total - total == 0.0:
@@ -69,6 +76,9 @@ class HostHooks(threading.local):
         step.ran[slot] = step.number
         if is_good:
             return True
+        if step.late.items:
+            # what came before is found before
+            step.late.settle(step, module, inputs)
         step.add(slot, x, module, tuple(t for t in inputs if isinstance(t, Tensor)))
         if step.is_stray and self.on_stray is not None:
             self.on_stray()
@@ -133,7 +143,7 @@ def install(
         before = [s for s in slots if taps[s].side is Side.INPUT]
         after = [s for s in slots if taps[s].side is not Side.INPUT]
         if before:
-            handles.append(module.register_forward_pre_hook(wrap(_before(before, hooks, mark)), with_kwargs=True))
+            handles.append(module.register_forward_pre_hook(wrap(_before(taps, before, hooks, mark)), with_kwargs=True))
         if any(taps[s].side is Side.CACHE for s in after):
             handles.append(module.register_forward_hook(wrap(_after_cache(taps, after, hooks, mark)), with_kwargs=True))
         elif len(after) == 1 and taps[after[0]].side is Side.OUTPUT:
@@ -157,20 +167,38 @@ def _inside(around: Callable[[], AbstractContextManager[Any]], hook: Callable[..
     return inside
 
 
-def _before(slots: list[int], hooks: HostHooks, mark: Mark) -> Callable[..., None]:
+def _before(taps: list[Tap], slots: list[int], hooks: HostHooks, mark: Mark) -> Callable[..., None]:
+    is_finite_only = all(taps[s].signal.legal is Legal.FINITE for s in slots)
+
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = args[0] if args and type(args[0]) is Tensor else input_tensor(args, kwargs)
         if x is None:
             return
-        if torch.compiler.is_compiling():
+        if is_compiling():
             for slot in slots:
                 mark(slot, x, 0)
             return
         try:
+            step = hooks.step
+            if is_finite_only and x.dtype is _FLOAT32 and step.open and x.is_cpu:
+                # the next layer's input is the last layer's output and was seen already
+                if x is step.clean_tensor and step.clean_version == x._version:
+                    is_good = True
+                else:
+                    total = x.sum().item()
+                    is_good = total - total == 0.0
+                if is_good:
+                    for slot in slots:
+                        step.ran[slot] = step.number
+                    return
             for slot in slots:
                 hooks.check_input(slot, x, module)
         except NonFiniteError:
             raise
+        except NotImplementedError:
+            # a nested tensor has no sum
+            for slot in slots:
+                hooks.check_again(slot, x, module, ())
         except Exception as e:  # noqa: BLE001 - our failure must not stop inference; it is counted and shown
             hooks.failed(e, slots)
 
@@ -186,19 +214,19 @@ def _after_one(tap: Tap, slot: int, hooks: HostHooks, mark: Mark) -> Callable[..
         x = output if type(output) is Tensor else first_tensor(output)
         if x is None:
             return
-        if torch.compiler.is_compiling():
+        if is_compiling():
             mark(slot, x, 0)
             return
         try:
             step = hooks.step
-            if is_finite_only and step.open and x.is_cpu and x.dtype in SUM_DTYPE:
-                total = x.sum(dtype=SUM_DTYPE[x.dtype]).item()
-                is_good = total - total == 0.0
-                if is_good:
+            if is_finite_only and x.dtype is _FLOAT32 and step.open and x.is_cpu:
+                total = x.sum().item()
+                if total - total == 0.0:
                     step.ran[slot] = step.number
-            else:
-                is_good = False
-            if (is_good or hooks.check(slot, x, module, args)) and feeds_next_layer:
+                    if feeds_next_layer:
+                        hooks.remember(x)
+                    return
+            if hooks.check(slot, x, module, args) and feeds_next_layer:
                 hooks.remember(x)
         except NonFiniteError:
             raise
@@ -225,7 +253,7 @@ def _after(taps: list[Tap], slots: list[int], hooks: HostHooks, mark: Mark) -> C
         return found + [(slot, part, t) for slot in whole for part, t in enumerate(float_tensors(output))]
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if torch.compiler.is_compiling():
+        if is_compiling():
             _mark_all(find(output), mark)
             return
         try:
@@ -242,42 +270,67 @@ def _after(taps: list[Tap], slots: list[int], hooks: HostHooks, mark: Mark) -> C
 def _after_cache(taps: list[Tap], slots: list[int], hooks: HostHooks, mark: Mark) -> Callable[..., None]:
     outputs = [s for s in slots if taps[s].side is not Side.CACHE]
     states = [(s, taps[s].signal.stage, taps[s].cache_layer or 0) for s in slots if taps[s].side is Side.CACHE]
+    is_finite_only = all(taps[s].signal.legal is Legal.FINITE for s in slots)
+
+    kv_slot, _, kv_layer = states[0]
+    may_wait = is_finite_only and hooks.may_wait and [stage for _, stage, _ in states] == ["kv"] and len(outputs) == 1
 
     def find(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Found:
-        x = input_tensor(args, kwargs)
+        x = hidden_of(args, kwargs)
         num_tokens = x.shape[1] if x is not None and x.ndim >= 3 else 1
         found = [
             (slot, part, tensor)
             for slot, stage, layer in states
             for part, tensor in enumerate(written_state(stage, kwargs, layer, num_tokens))
         ]
-        y = output if type(output) is Tensor else first_tensor(output)
+        y = first_of(output)
         return found + [(slot, 0, y) for slot in outputs if y is not None]
 
+    def check_late(step: Step, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> bool:
+        """The decode loop's way: cache rows wait for the step's end, the output is summed; False for the long way."""
+        x, y, cache = hidden_of(args, kwargs), first_of(output), cache_layer(kwargs, kv_layer)
+        if x is None or y is None or cache is None or y.dtype is not _FLOAT32 or not y.is_cpu or x.ndim < 3:
+            return False
+        if not step.late.take(kv_slot, cache, x.shape[1], module):
+            return False
+        step.ran[kv_slot] = step.number
+        total = y.sum().item()
+        if total - total == 0.0:
+            step.ran[outputs[0]] = step.number
+        else:
+            hooks.check(outputs[0], y, module, args or kwargs.values())
+        return True
+
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if torch.compiler.is_compiling():
+        if is_compiling():
             _mark_all(find(args, kwargs, output), mark)
             return
         try:
-            # as `find`, without its lists: this runs in every layer of every decode step
-            x = kwargs.get("hidden_states")
-            if type(x) is not Tensor:
-                x = input_tensor(args, kwargs)
-            num_tokens = x.shape[1] if x is not None and x.ndim >= 3 else 1
+            step = hooks.step
+            if may_wait and step.open and not step.is_stray and check_late(step, module, args, kwargs, output):
+                return
             inputs = args or kwargs.values()
-            for slot, stage, layer in states:
-                for part, tensor in enumerate(written_state(stage, kwargs, layer, num_tokens)):
-                    hooks.check(slot, tensor, module, inputs, part)
-            y = output[0] if type(output) is tuple and type(output[0]) is Tensor else first_tensor(output)
-            if y is not None:
-                for slot in outputs:
-                    hooks.check(slot, y, module, inputs)
+            for slot, part, tensor in find(args, kwargs, output):
+                hooks.check(slot, tensor, module, inputs, part)
         except NonFiniteError:
             raise
         except Exception as e:  # noqa: BLE001 - our failure must not stop inference; it is counted and shown
             hooks.failed(e, slots)
 
     return after
+
+
+def first_of(output: Any) -> Tensor | None:
+    """`first_tensor`, short for the tuple that attention modules return."""
+    if type(output) is tuple and output and type(output[0]) is Tensor:
+        return output[0] if output[0].is_floating_point() else first_tensor(output)
+    return first_tensor(output)
+
+
+def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The hidden states that an attention or mixer module was called with."""
+    x = kwargs.get("hidden_states")
+    return x if type(x) is Tensor else input_tensor(args, kwargs)
 
 
 def _mark_all(found: Found, mark: Mark) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from firetower.attach.discover import Tap
 from firetower.attach.frame import Call
+from firetower.attach.late import LateRows
 from firetower.core.records import BadValue, BurnedRow, Reading, SignalReading, Status, TensorSummary
 from firetower.sensors.check import Frame, burned_sequences, first_bad, plain
 from firetower.sensors.summary import summarize
@@ -36,8 +37,27 @@ class Step:
     ``ran[slot]`` holds the number of the last step in which the signal ran; a clean signal costs one store.
     """
 
+    __slots__ = (
+        "burned",
+        "call",
+        "clean_tensor",
+        "clean_version",
+        "depth",
+        "findings",
+        "from_device",
+        "is_stray",
+        "late",
+        "number",
+        "open",
+        "pad_before_real",
+        "ran",
+        "reasons",
+        "taps",
+    )
+
     def __init__(self, taps: list[Tap]) -> None:
         self.taps = taps
+        self.late = LateRows()
         self.ran = [_NEVER] * len(taps)
         self.number = -1
         self.call: Call | None = None
@@ -67,6 +87,8 @@ class Step:
         self.from_device.clear()
         self.pad_before_real = False
         self.clean_tensor = None
+        # of a step that never came to its end
+        self.late.items.clear()
 
     def begin_stray(self) -> None:
         """Open a step because a submodule was called on its own; it stays open until the root is called or read."""
@@ -75,6 +97,8 @@ class Step:
 
     def end(self, output: Any = None) -> None:
         """Close the step and let its tensors go; what the call says of its rows stays readable until the next."""
+        if self.late.items:
+            self.late.settle(self)
         self.open = False
         self.clean_tensor = None
         if self.call is not None:

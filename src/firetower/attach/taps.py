@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -49,33 +49,35 @@ def input_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | N
     return named if isinstance(named, Tensor) else next(float_tensors([*args, *kwargs.values()]), None)
 
 
-def written_state(stage: str, kwargs: Mapping[str, Any], layer: int, num_tokens: int) -> Iterator[Tensor]:
+def written_state(stage: str, kwargs: Mapping[str, Any], layer: int, num_tokens: int) -> Iterable[Tensor]:
     """What the module of a cache tap left in the cache: new keys and values, or the whole state.
 
-    Keys and values come as [B, heads, T, D] views of the T rows written in this step. Yields nothing when the call
-    has no cache or the cache keeps them in another form (quantised, paged).
+    Keys and values come as [B, heads, T, D] views of the T rows written in this step. Nothing when the call has no
+    cache or the cache keeps them in another form (quantised, paged).
     """
-    layers = getattr(cache_of(kwargs), "layers", None)
-    if layers is None or layer >= len(layers):
-        return
-    found = layers[layer]
+    found = cache_layer(kwargs, layer)
+    if found is None:
+        return ()
     if stage == "kv":
-        for name in ("keys", "values"):
-            stored = getattr(found, name, None)
-            if isinstance(stored, Tensor) and stored.ndim == 4:
-                yield _written_rows(found, stored, num_tokens)
-        return
-    stored = getattr(found, f"{stage}s", None)
-    states = stored.values() if isinstance(stored, dict) else [stored]
-    yield from (s for s in states if isinstance(s, Tensor))
+        stored = (getattr(found, "keys", None), getattr(found, "values", None))
+        return [written_rows(found, s, num_tokens) for s in stored if isinstance(s, Tensor) and s.ndim == 4]
+    states = getattr(found, f"{stage}s", None)
+    return [s for s in (states.values() if isinstance(states, dict) else [states]) if isinstance(s, Tensor)]
 
 
-def _written_rows(cache_layer: Any, stored: Tensor, num_tokens: int) -> Tensor:
+def cache_layer(kwargs: Mapping[str, Any], layer: int) -> Any:
+    """One layer of the cache that a call was given, or None."""
+    layers = getattr(cache_of(kwargs), "layers", None)
+    return None if layers is None or layer >= len(layers) else layers[layer]
+
+
+def written_rows(layer: Any, stored: Tensor, num_tokens: int) -> Tensor:
+    """The rows that a step of ``num_tokens`` wrote in keys or values [B, heads, length, D] of one cache layer."""
     length = stored.shape[2]
-    if getattr(cache_layer, "max_cache_len", None) != length:
+    if getattr(layer, "max_cache_len", None) != length:
         return stored.narrow(2, length - num_tokens, num_tokens) if num_tokens < length else stored
     # a static cache is longer than what is written: its own count says where this step's rows end
-    end = cache_layer.get_seq_length()
+    end = layer.get_seq_length()
     if isinstance(end, Tensor):
         num_tokens = min(num_tokens, length)
         # a window that has rolled on counts more than it holds: its last rows are the newest

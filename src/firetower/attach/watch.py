@@ -110,7 +110,9 @@ class Watch:
             torch._dynamo.config.skip_nnmodule_hook_guards = False
         self._device = DevicePanels(self._root, self._taps, is_compiled=self._compiled)
         on_stray = self._raise_stray if on_fire == "raise" else None
-        self._hooks = HostHooks(self._taps, self._failed, self._device.mark, on_stray)
+        # at op level a check at the step's end would be one of the ops that are watched
+        may_wait = level != "ops"
+        self._hooks = HostHooks(self._taps, self._failed, self._device.mark, on_stray, may_wait=may_wait)
         self._ops = OpsWatch(self._root) if level == "ops" else None
         self._log = FireLog(store)
         self._captures = capture_folder(captures, store)

@@ -192,7 +192,7 @@ def test_numbers_are_judged(value, end):
         ({"choices": [{"message": {"content": "an answer"}, "finish_reason": "stop"}]}, TryEnd.CLEAN),
         ({"error": {"message": "Out of range float values are not JSON compliant: nan"}}, TryEnd.FIRE),
         ({"nothing": 1}, TryEnd.LOST),
-        (object(), TryEnd.LOST),
+        pytest.param(object(), TryEnd.LOST, id="an object"),
     ],
     ids=repr,
 )
