@@ -22,7 +22,6 @@ import torch
 import firetower
 from firetower.drills.hosts import load_smollm2
 
-
 _NUM_WARM = 2
 """Tokens before what is timed: the peer, 15 times slower, leaves cold caches to whoever follows it."""
 

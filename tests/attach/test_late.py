@@ -1,4 +1,4 @@
-"""Cache rows that are checked at a step's end: found all the same, in the order of the hooks, never vouched for blindly."""
+"""Cache rows checked at a step's end: found all the same, in the order of the hooks, never vouched for blindly."""
 
 from __future__ import annotations
 

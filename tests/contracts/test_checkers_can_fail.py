@@ -209,3 +209,12 @@ def test_a_room_must_teach_how_to_add_one():
         "core: README.md has no heading 'Adding one'"
     ]
     assert names.readme_breaches("core", "# core\n\n## Adding one\n") == []
+
+
+def test_an_op_without_its_parts():
+    whole = set(names.OP_FILES)
+    assert names.incomplete_ops({"moe": whole}, {"moe"}, {"moe"}) == []
+    assert names.incomplete_ops({"moe": whole - {"reference.py"}}, {"moe"}, {"moe"}) == ["moe: has no reference.py"]
+    assert names.incomplete_ops({"moe": whole - {"cases.py"}}, {"moe"}, {"moe"}) == ["moe: has no cases.py"]
+    assert names.incomplete_ops({"moe": whole}, set(), {"moe"}) == ["moe: no page docs/reference/ops/moe.md"]
+    assert names.incomplete_ops({"moe": whole}, {"moe"}, set()) == ["moe: no folder tests/ops/moe"]

@@ -127,3 +127,15 @@ def test_every_signal_stage_has_a_drill():
     from firetower.drills import all_drills
 
     assert_none(names.stages_without_drill(STAGES, [d.stages for d in all_drills()]))
+
+
+def test_every_op_has_its_reference_cases_paths_page_and_tests():
+    files = {
+        p.name: {f.name for f in p.iterdir()}
+        for p in (PACKAGE / "ops").iterdir()
+        if p.is_dir() and p.name != "__pycache__"
+    }
+    assert files
+    pages = {p.stem for p in (ROOT / "docs" / "reference" / "ops").glob("*.md")}
+    tested = {p.name for p in (ROOT / "tests" / "ops").iterdir() if any(p.glob("test_*.py"))}
+    assert_none(names.incomplete_ops(files, pages, tested))

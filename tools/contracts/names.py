@@ -84,3 +84,20 @@ def readme_breaches(room: str, text: str | None) -> list[str]:
     if not re.search(r"^#+ Adding one\s*$", text, re.MULTILINE):
         return [f"{room}: README.md has no heading 'Adding one'"]
     return []
+
+
+OP_FILES = ("__init__.py", "reference.py", "cases.py", "torch_path.py", "kernels.py")
+"""What every op's folder holds: the oracle, its inputs and tolerances, the CPU path, the kernels."""
+
+
+def incomplete_ops(files: Mapping[str, Collection[str]], pages: Collection[str], tested: Collection[str]) -> list[str]:
+    """What an op lacks.
+
+    Args:
+        files: the names of the files in each op's folder.
+        pages: names of the pages of `docs/reference/ops`, without their ending.
+        tested: names of the folders of `tests/ops`.
+    """
+    found = [f"{op}: has no {name}" for op, names in files.items() for name in OP_FILES if name not in names]
+    found += [f"{op}: no page docs/reference/ops/{op}.md" for op in files if op not in pages]
+    return found + [f"{op}: no folder tests/ops/{op}" for op in files if op not in tested]

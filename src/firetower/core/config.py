@@ -11,6 +11,7 @@ from firetower.core.errors import ConfigError
 ENVIRONMENT: dict[str, str] = {
     "FIRETOWER_STORE": "path of the fires store (default: fires.sqlite in the data folder)",
     "FIRETOWER_DATA": "data folder (default: $XDG_DATA_HOME/firetower, or ~/.local/share/firetower)",
+    "FIRETOWER_OPS": "pins kernels of the op library to backends: rms_norm=torch,moe.down=triton",
     "FIRETOWER_API_KEY": "key that replay sends to an OpenAI-compatible server; never stored, never an argument",
     "FIRETOWER_CACHE": "cache folder for real weights that tests and the demo use "
     "(default: $XDG_CACHE_HOME/firetower, or ~/.cache/firetower)",

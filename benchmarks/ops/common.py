@@ -1,0 +1,68 @@
+"""What every op's benchmark shares: times as medians of CUDA graph replays, the device's copy bandwidth, checks."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def graph_ms(run: Callable[[], Any], reps: int = 20, inner: int = 1) -> float:
+    """Median milliseconds of one ``run()`` over ``reps`` replays of a graph that holds ``inner`` of them."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(inner):
+            run()
+    graph.replay()
+    torch.cuda.synchronize()
+    return replays_ms(graph, reps) / inner
+
+
+def replays_ms(graph: torch.cuda.CUDAGraph, reps: int) -> float:
+    """Median milliseconds of a replay."""
+    times = []
+    for _ in range(reps):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times)
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second, read and written together, of a 1 GiB copy."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / (graph_ms(lambda: target.copy_(source), reps=10) * 1e-3)
+
+
+def relative_error(truth: torch.Tensor, x: torch.Tensor) -> float:
+    """Frobenius error against a float64 truth."""
+    return float((x.double() - truth.double()).norm() / truth.double().norm())
+
+
+def ratio_line(name: str, own_ms: float, peer_ms: float, peer: str, bar: float, goal: str) -> str:
+    """One figure: ours against a named peer."""
+    verdict = "met" if own_ms <= bar * peer_ms else "MISSED"
+    return (
+        f"{name} own={own_ms * 1e3:.1f}us {peer}={peer_ms * 1e3:.1f}us ratio={own_ms / peer_ms:.3f} "
+        f"bar={bar} {verdict} goal={goal}"
+    )
+
+
+def bandwidth_line(name: str, num_bytes: int, own_ms: float, copy: float, bar: float, goal: float) -> str:
+    """One figure: bytes that must move, as a share of the copy bandwidth."""
+    share = num_bytes / (own_ms * 1e-3) / copy
+    verdict = "met" if share >= bar else "MISSED"
+    return f"{name} own={own_ms * 1e3:.1f}us share_of_copy={share:.3f} bar={bar} {verdict} goal={goal}"
