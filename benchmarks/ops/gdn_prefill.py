@@ -29,8 +29,8 @@ BF16_RTOL, TF32X3_RTOL, TF32_RTOL = 8e-3, 1e-5, 2e-3
 
 TRIALS = (
     {"scan_stages": 2},
-    {"block_v": 32},
-    {"block_v": 32, "scan_stages": 2},
+    {"block_v": 64},
+    {"block_v": 64, "scan_stages": 2},
     {"prepare_registers": 168},
     {"prepare_warps": 8},
 )

@@ -104,6 +104,7 @@ def convolutions(m: Any) -> None:
     )
     bounds = torch.tensor([0, 65, 130], dtype=torch.int32)
     causal_conv1d(zeros(130, 8192), weight, cu_seqlens=bounds, mark=m())
+    causal_conv1d(zeros(130, 8192), weight, cu_seqlens=bounds, conv_state=state, state_ids=ids, mark_state=m(1))
 
 
 def delta_rules(m: Any) -> None:
@@ -137,7 +138,8 @@ def mixtures(m: Any) -> None:
 def projections(m: Any) -> None:
     from firetower.ops.linear import linear
 
-    linear(zeros(5, 2048), zeros(4096, 2048), mark=m())
+    for num_outputs, num_inputs in ((12288, 2048), (512, 8192)):
+        linear(zeros(5, num_inputs), zeros(num_outputs, num_inputs), mark=m())
 
 
 def quantised(m: Any) -> None:
@@ -161,7 +163,7 @@ def samplers(m: Any) -> None:
 
 
 def attentions(m: Any) -> None:
-    from firetower.ops.attention import new_kv, window, write_kv
+    from firetower.ops.attention import new_kv, prefill, window, write_kv
 
     table, lengths = torch.zeros(2, 8, dtype=torch.int32), torch.full((2,), 100, dtype=torch.int32)
     slots = torch.arange(10).view(2, 5)
@@ -170,6 +172,7 @@ def attentions(m: Any) -> None:
         write_kv(zeros(2, 5, 2, 256), zeros(2, 5, 2, 256), kv, slots, mark=m())
         q = zeros(2, 5, 16, 256)
         window(q, kv, table, lengths, slot_mapping=slots, gate=q, mark=m())
+    prefill(zeros(9, 16, 256), zeros(9, 2, 256), zeros(9, 2, 256), [0, 4, 9], gate=zeros(9, 16, 256), mark=m())
 
 
 OPS = (norms, ropes, convolutions, delta_rules, mixtures, projections, quantised, samplers, attentions)

@@ -25,7 +25,8 @@ HERE = Path(__file__).parent
 
 
 def run(script: str, tmp_path: Path, **variables: str) -> str:
-    environ = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"} | variables
+    environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environ |= {"TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"} | variables
     done = subprocess.run(
         [sys.executable, str(HERE / script)],
         env=environ,

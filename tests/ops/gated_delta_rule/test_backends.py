@@ -86,6 +86,7 @@ def test_transformers_refuses_what_it_cannot_do():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::ImportWarning")
 def test_fla_agrees_within_bfloat16(assert_close):
     if importlib.util.find_spec("fla") is None:
         pytest.skip("fla is not installed")

@@ -21,11 +21,10 @@ from firetower.ops.gated_delta_rule.window_state import WindowState
 from firetower.sensors.mark_tile import mark_ran, mark_tile
 from firetower.sensors.marks import Mark, mark_arguments
 
-COLUMNS, MAX_REGISTERS = 32, 200
-"""Columns of a program, which is one warp, and registers of a thread. By reasoning for sm_90, Dk = 128: a row of the
-tile is one 128-byte line; 128 registers of state a thread leave ten warps, 160 KB of loads in flight, to a
-multiprocessor; one warp needs no barrier to sum over Dk. With 16 columns a row of few requests has shorter chains, but
-norms and shuffles are shared by half as many columns. Bits depend on it, so that it never depends on N."""
+COLUMNS, MAX_REGISTERS = 16, 128
+"""Columns of a program, which is one warp, and registers of a thread. Of the trials of benchmarks/ops/gdn_window.py on an
+H200: 16 columns took 7.7 us for one request and 450 for 256, 32 columns 10.2 and 469. One warp needs no barrier to sum
+over Dk. Bits depend on it, so that it never depends on N."""
 
 MARK_ROWS = 8
 """Rows of a state that the rare path reads back at once: few, or its registers would be the kernel's."""
