@@ -43,8 +43,8 @@ def only(w, n, tokens):
 
 
 def assert_same(a, b, backend, device):
-    """Equal bits. Nearly, in the interpreter, where the bits of NumPy's product depend on a row's place in the tile, and
-    of the plain path on CUDA, whose library picks a product by the shape."""
+    """Equal bits. Nearly, in the interpreter, where the bits of NumPy's product depend on a row's place in the tile,
+    and of the plain path on CUDA, whose library picks a product by the shape."""
     if (backend == "torch") == (device == "cpu"):
         assert torch.equal(a, b)
     else:

@@ -42,9 +42,9 @@ class Tuning:
 
 
 TUNING = Tuning()
-"""For an H200, of the trials of benchmarks/ops/gdn_prefill.py: with 32 rows of the state a program, 32 heads of 128 fill
-128 programs, and the scan of 8,192 tokens took 228 us, with 64 rows 308; prepare with 8 warps took 339 us instead of 196.
-With fewer stages a chunk's loads wait for the chunk before."""
+"""For an H200, of the trials of benchmarks/ops/gdn_prefill.py: with 32 rows of the state a program, 32 heads of 128
+fill 128 programs, and the scan of 8,192 tokens took 228 us, with 64 rows 308; prepare with 8 warps took 339 us instead
+of 196. With fewer stages a chunk's loads wait for the chunk before."""
 
 _LARGE: tl.constexpr = tl.constexpr(2.0**50)
 _SHRINK: tl.constexpr = tl.constexpr(2.0**-100)

@@ -22,9 +22,9 @@ from firetower.sensors.mark_tile import mark_ran, mark_tile
 from firetower.sensors.marks import Mark, mark_arguments
 
 COLUMNS, MAX_REGISTERS = 16, 128
-"""Columns of a program, which is one warp, and registers of a thread. Of the trials of benchmarks/ops/gdn_window.py on an
-H200: 16 columns took 7.7 us for one request and 450 for 256, 32 columns 10.2 and 469. One warp needs no barrier to sum
-over Dk. Bits depend on it, so that it never depends on N."""
+"""Columns of a program, which is one warp, and registers of a thread. Of the trials of benchmarks/ops/gdn_window.py on
+an H200: 16 columns took 7.7 us for one request and 450 for 256, 32 columns 10.2 and 469. One warp needs no barrier to
+sum over Dk. Bits depend on it, so that it never depends on N."""
 
 MARK_ROWS = 8
 """Rows of a state that the rare path reads back at once: few, or its registers would be the kernel's."""
