@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
-from ops.common import bandwidth_line, copy_bandwidth, graph_ms, ratio_line, relative_error
+from ops.common import bandwidth_line, copy_bandwidth, graph_ms, guarded, ratio_line, relative_error
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -48,16 +48,8 @@ def run(report: Report, quick: bool) -> None:
         quick: leave out 128k tokens.
     """
     for name, check in checks():
-        _guarded(report, name, lambda check=check, name=name: report(f"{name} ok {check() or ''}".rstrip()))
-    _guarded(report, "attention figures", lambda: figures(report, quick))
-
-
-def _guarded(report: Report, name: str, work: Callable[[], object]) -> None:
-    try:
-        work()
-    except Exception as error:  # noqa: BLE001 - one check that fails must not hide the others; it is reported
-        lines = str(error).splitlines() or [""]
-        report(f"FAILED {name}: {type(error).__name__}: {lines[0][:300]}")
+        guarded(report, name, lambda check=check, name=name: report(f"{name} ok {check() or ''}".rstrip()))
+    guarded(report, "attention figures", lambda: figures(report, quick))
 
 
 def checks() -> Iterator[tuple[str, Callable[[], str | None]]]:
@@ -279,7 +271,7 @@ def figures(report: Report, quick: bool) -> None:
         pool = make_pool(32, length)
         for num, width in ((1, 1), (1, 5), (32, 1), (32, 5)):
             name = f"attention_window_{length // 1024}k_batch{num}_tokens{width}"
-            _guarded(report, name, lambda n=num, w=width, a=(name, pool, length): figure(report, *a, n, w, copy))
+            guarded(report, name, lambda n=num, w=width, a=(name, pool, length): figure(report, *a, n, w, copy))
         del pool
         torch.cuda.empty_cache()
 

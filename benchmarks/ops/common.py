@@ -66,3 +66,13 @@ def bandwidth_line(name: str, num_bytes: int, own_ms: float, copy: float, bar: f
     share = num_bytes / (own_ms * 1e-3) / copy
     verdict = "met" if share >= bar else "MISSED"
     return f"{name} own={own_ms * 1e3:.1f}us share_of_copy={share:.3f} bar={bar} {verdict} goal={goal}"
+
+
+def guarded(report: Callable[[str], None], name: str, work: Callable[[], object]) -> None:
+    """Do a part of the work; one that fails becomes a line that says FAILED."""
+    try:
+        work()
+        # a kernel's error shows where it is waited for
+        torch.cuda.synchronize()
+    except Exception as error:  # noqa: BLE001 - one check that fails must not hide the others; it is reported
+        report(f"FAILED {name}: {type(error).__name__}: {next(iter(str(error).splitlines()), '')[:300]}")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from ops.common import graph_ms, ratio_line, relative_error
+from ops.common import graph_ms, guarded, ratio_line, relative_error
 from torch import Tensor
 
 from firetower.ops.gated_delta_rule import gated_delta_rule, kernels, scan_kernels
@@ -58,17 +58,10 @@ def run(report: Report, quick: bool) -> None:
         "graph": check_graph,
     }
     for name, check in checks.items():
-        _guarded(report, f"gdn_prefill_{name}", lambda check=check, name=name: report(f"gdn_prefill_{name} {check()}"))
+        guarded(report, f"gdn_prefill_{name}", lambda check=check, name=name: report(f"gdn_prefill_{name} {check()}"))
     lengths = LENGTHS[:1] if quick else LENGTHS
-    _guarded(report, "gdn_prefill times", lambda: report_times(report, lengths, 3 if quick else 20))
-    _guarded(report, "gdn_prefill parts", lambda: report_parts(report, 512 if quick else 8192))
-
-
-def _guarded(report: Report, name: str, work: Callable[[], object]) -> None:
-    try:
-        work()
-    except Exception as error:  # noqa: BLE001 - one check that fails must not hide the others; it is reported
-        report(f"FAILED {name}: {type(error).__name__}: {str(error)[:300]!r}")
+    guarded(report, "gdn_prefill times", lambda: report_times(report, lengths, 3 if quick else 20))
+    guarded(report, "gdn_prefill parts", lambda: report_parts(report, 512 if quick else 8192))
 
 
 def _run(x: Inputs, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -337,6 +330,6 @@ def report_parts(report: Report, length: int) -> None:
     for trial in TRIALS:
         kernels.TUNING = dataclasses.replace(chosen, **trial)
         try:
-            _guarded(report, f"trial {trial}", lambda trial=trial: report(line(str(trial))))
+            guarded(report, f"trial {trial}", lambda trial=trial: report(line(str(trial))))
         finally:
             kernels.TUNING = chosen

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator
 
 import torch
-from ops.common import bandwidth_line, copy_bandwidth, graph_ms, ratio_line, relative_error
+from ops.common import bandwidth_line, copy_bandwidth, graph_ms, guarded, ratio_line, relative_error
 from torch import Tensor
 
 from firetower.ops.gated_delta_rule import (
@@ -54,19 +54,10 @@ def run(report: Report, quick: bool) -> None:
         "decay": lambda: check_decay(10 if quick else 125),
     }
     for name, check in checks.items():
-        _guarded(report, f"gdn_window_{name}", lambda check=check, name=name: report(f"gdn_window_{name} {check()}"))
-    _guarded(report, "gdn_window times", lambda: report_times(report, 3 if quick else 20))
+        guarded(report, f"gdn_window_{name}", lambda check=check, name=name: report(f"gdn_window_{name} {check()}"))
+    guarded(report, "gdn_window times", lambda: report_times(report, 3 if quick else 20))
     if not quick:
-        _guarded(report, "gdn_window trials", lambda: report_trials(report))
-
-
-def _guarded(report: Report, what: str, call: Callable[[], None]) -> None:
-    try:
-        call()
-    except Exception as error:  # noqa: BLE001 - one check that fails must not hide the others; it is reported
-        lines = str(error).splitlines() or [""]
-        report(f"FAILED {what}: {type(error).__name__}: {lines[0][:300]}")
-        torch.cuda.synchronize()
+        guarded(report, "gdn_window trials", lambda: report_trials(report))
 
 
 def make_tokens(rows: int, tokens: int, seed: int = 0) -> Tokens:
@@ -314,7 +305,7 @@ def report_times(report: Report, replays: int) -> None:
         report(f"{name}_sensors on={on * 1e3:.2f}us off={off * 1e3:.2f}us ratio={on / off:.3f}")
         if rows > 1:
             report(bandwidth_line(name, window_bytes(rows), on, copy_bytes_s, 0.0, 0.85))
-        _guarded(
+        guarded(
             report,
             f"{name} peer",
             lambda name=name, rows=rows, bar=bar, on=on: report(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
-from ops.common import bandwidth_line, copy_bandwidth, graph_ms, ratio_line, relative_error
+from ops.common import bandwidth_line, copy_bandwidth, graph_ms, guarded, ratio_line, relative_error
 from torch import Tensor
 
 from firetower.ops.linear import cases, kernels, linear
@@ -29,18 +29,10 @@ def run(report: Report, quick: bool) -> None:
         quick: leave out the longer batches.
     """
     for name, check in checks(quick):
-        _guarded(report, name, lambda check=check, name=name: report(f"{name} ok {check() or ''}".rstrip()))
+        guarded(report, name, lambda check=check, name=name: report(f"{name} ok {check() or ''}".rstrip()))
     copy = copy_bandwidth()
     for num_rows in (1, 5, 64):
-        _guarded(report, f"linear T={num_rows}", lambda t=num_rows: figure(report, t, copy))
-
-
-def _guarded(report: Report, name: str, work: Callable[[], object]) -> None:
-    try:
-        work()
-    except Exception as error:  # noqa: BLE001 - one check that fails must not hide the others; it is reported
-        lines = str(error).splitlines() or [""]
-        report(f"FAILED {name}: {type(error).__name__}: {lines[0][:300]}")
+        guarded(report, f"linear T={num_rows}", lambda t=num_rows: figure(report, t, copy))
 
 
 def checks(quick: bool) -> Iterator[tuple[str, Callable[[], str | None]]]:

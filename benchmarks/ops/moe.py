@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from ops.common import copy_bandwidth, graph_ms, ratio_line, relative_error
+from ops.common import copy_bandwidth, graph_ms, guarded, ratio_line, relative_error
 from torch import Tensor
 
 from firetower.ops import moe
@@ -68,16 +68,6 @@ def run(report: Report, quick: bool) -> None:
     guarded(report, "sensors on and off", lambda: sensors_on_off(report, weights, reps))
     guarded(report, "steps", lambda: steps(report, weights, reps, copy))
     guarded(report, "tiles", lambda: tiles(report, weights, 2 if quick else 10))
-
-
-def guarded(report: Report, name: str, work: Callable[[], object]) -> None:
-    """Do a part of the work; one that fails becomes a line."""
-    try:
-        work()
-    except Exception as error:  # noqa: BLE001 - one check that fails must not hide the others; it is reported
-        lines = str(error).splitlines() or [""]
-        report(f"FAILED {name}: {type(error).__name__}: {lines[0][:300]}")
-        torch.cuda.synchronize()
 
 
 def random_weights() -> moe.MoeWeights:

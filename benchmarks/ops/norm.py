@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from ops.common import bandwidth_line, copy_bandwidth, graph_ms, ratio_line, relative_error
+from ops.common import bandwidth_line, copy_bandwidth, graph_ms, guarded, ratio_line, relative_error
 from torch import Tensor
 
 from firetower.ops.causal_conv1d import cases as conv_cases
@@ -41,17 +41,10 @@ def run(report: Report, quick: bool) -> None:
     """
     for section in (norm_checks, rope_checks, conv_checks):
         for name, check in section():
-            _guarded(report, name, lambda check=check, name=name: report(f"{name} ok {check() or ''}".rstrip()))
+            guarded(report, name, lambda check=check, name=name: report(f"{name} ok {check() or ''}".rstrip()))
     copy = copy_bandwidth()
     for name, figure in (("rms_norm", norm_figures), ("rope", rope_figures), ("causal_conv1d", conv_figures)):
-        _guarded(report, f"{name} figures", lambda figure=figure: figure(report, quick, copy))
-
-
-def _guarded(report: Report, name: str, work: Callable[[], object]) -> None:
-    try:
-        work()
-    except Exception as error:  # noqa: BLE001 - one check that fails must not hide the others; it is reported
-        report(f"FAILED {name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+        guarded(report, f"{name} figures", lambda figure=figure: figure(report, quick, copy))
 
 
 Checks = Iterator[tuple[str, Callable[[], str | None]]]

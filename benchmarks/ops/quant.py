@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from ops.common import bandwidth_line, copy_bandwidth, graph_ms, relative_error
+from ops.common import bandwidth_line, copy_bandwidth, graph_ms, guarded, relative_error
 from torch import Tensor
 
 from firetower.ops.quant import KINDS, Activations, Kind, cases, kernels, torch_path
@@ -32,23 +32,16 @@ def run(report: Report, quick: bool) -> None:
     checks = (truth, tokens_alone, repeats, bad_scales)
     for kind, check in itertools.product(KINDS.values(), checks):
         name = f"{check.__name__} {kind.name}"
-        _guarded(report, name, lambda c=check, k=kind, n=name: report(f"{n} ok {c(k) or ''}".rstrip()))
+        guarded(report, name, lambda c=check, k=kind, n=name: report(f"{n} ok {c(k) or ''}".rstrip()))
     for name in ("Q4_K", "Q6_K"):
-        _guarded(report, f"sensors {name}", lambda name=name: report(f"sensors {name} ok {sensors(KINDS[name]) or ''}"))
-    _guarded(report, "activations", lambda: report(f"activations ok {activations() or ''}"))
+        guarded(report, f"sensors {name}", lambda name=name: report(f"sensors {name} ok {sensors(KINDS[name]) or ''}"))
+    guarded(report, "activations", lambda: report(f"activations ok {activations() or ''}"))
     copy = copy_bandwidth()
     for name, rows in itertools.product(("Q4_K", "Q6_K"), (12288,) if quick else (12288, BIG)):
-        _guarded(report, f"figures {name} {rows}", lambda n=name, r=rows: figures(report, KINDS[n], r, copy))
+        guarded(report, f"figures {name} {rows}", lambda n=name, r=rows: figures(report, KINDS[n], r, copy))
     if not quick:
         for name in ("Q8_0", "Q4_1", "Q5_K", "IQ4_XS"):
-            _guarded(report, f"figures {name}", lambda n=name: figures(report, KINDS[n], 12288, copy))
-
-
-def _guarded(report: Report, name: str, work: Callable[[], object]) -> None:
-    try:
-        work()
-    except Exception as error:  # noqa: BLE001 - one check that fails must not hide the others; it is reported
-        report(f"FAILED {name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+            guarded(report, f"figures {name}", lambda n=name: figures(report, KINDS[n], 12288, copy))
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 
 import torch
-from ops.common import graph_ms, ratio_line
+from ops.common import graph_ms, guarded, ratio_line
 from torch import Tensor
 
 from firetower.ops.sample import Event, Sampled, SampleParams, cases, kernels, random_words, torch_path
@@ -27,16 +27,9 @@ def run(report: Report, quick: bool) -> None:
         quick: fewer batch sizes.
     """
     for check in (plain, filtered, rows_alone, repeats, events, sensors, distribution):
-        _guarded(report, check.__name__, lambda check=check: report(f"{check.__name__} ok {check() or ''}".rstrip()))
+        guarded(report, check.__name__, lambda check=check: report(f"{check.__name__} ok {check() or ''}".rstrip()))
     for batch in (1,) if quick else (1, 64):
-        _guarded(report, f"figures {batch}", lambda batch=batch: figures(report, batch))
-
-
-def _guarded(report: Report, name: str, work: Callable[[], object]) -> None:
-    try:
-        work()
-    except Exception as error:  # noqa: BLE001 - one check that fails must not hide the others; it is reported
-        report(f"FAILED {name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+        guarded(report, f"figures {batch}", lambda batch=batch: figures(report, batch))
 
 
 def _full(rows: int, value: float) -> Tensor:
