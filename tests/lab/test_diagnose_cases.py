@@ -817,3 +817,22 @@ def test_a_test_taken_away_leaves_undecided_never_wrong(step):
     verdicts = {case: verdict_on(case, steps=rest) for case in cases}
     wrong = {c: v.key for c, v in verdicts.items() if v.decided and v.key != KNOWN[c].expected}
     assert not wrong
+
+
+def test_an_empty_split_with_finite_sums_is_no_cause():
+    """A merge gives it weight 0: kernels leave such splits behind whenever a sequence is short."""
+    m = np.float32([0.3, -np.inf])
+    parts = np.stack([np.full(8, np.inf, np.float32), np.zeros(8, np.float32)])
+    weights = np.float32([1.0, 0.0])
+    op = Op(
+        name="matmul",
+        inputs=(array("weights", weights), array("acc", parts)),
+        outputs=(array("y", np.full(8, np.nan, np.float32)),),
+    )
+    sums = (np.float32([1.0]), np.float32([0.0]))
+    splits = tuple(
+        Split(row_max=array("m", m[i : i + 1]), row_sum=array("l", sums[i]), accumulator=array("acc", parts[i]))
+        for i in range(2)
+    )
+    verdict = diagnose(Subject(first_bad_op=op, splits=splits))
+    assert "G/EMPTY_SPLIT_MERGE" not in (verdict.key, *verdict.undecided_between)

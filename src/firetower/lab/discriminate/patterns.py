@@ -49,15 +49,20 @@ def _burns(op: Op, rows: Floats) -> bool:
 def _splits(look: Look) -> Iterator[Fact]:
     splits: Sequence[Split] = look.part("splits")
     empty = [i for i, s in enumerate(splits) if np.isneginf(s.row_max.values).any()]
-    bad = [i for i in empty if num_nonfinite(splits[i].accumulator) or len(empty) == len(splits)]
-    if empty:
-        text = f"split {empty[0]} of {len(splits)} has no key (its row maximum is -inf)"
-        if bad:
-            count = num_nonfinite(splits[bad[0]].accumulator)
+    bad = [i for i in empty if len(empty) == len(splits) or _is_dirty(splits[i])]
+    if bad:
+        text = f"split {bad[0]} of {len(splits)} has no key (its row maximum is -inf)"
+        if count := num_nonfinite(splits[bad[0]].accumulator):
             text += f" and an accumulator that is not finite ({count} values)"
+    elif empty:
+        text = f"split {empty[0]} of {len(splits)} has no key, and sums that are finite: a merge gives them weight 0"
     else:
         text = "every split has keys" if splits else "attention is not split"
-    yield fact("empty_split", bool(empty), text)
+    yield fact("empty_split", bool(bad), text)
+
+
+def _is_dirty(split: Split) -> bool:
+    return bool(num_nonfinite(split.accumulator) or num_nonfinite(split.row_sum))
 
 
 def _row_maximum(look: Look) -> Iterator[Fact]:
