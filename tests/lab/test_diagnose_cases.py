@@ -836,3 +836,18 @@ def test_an_empty_split_with_finite_sums_is_no_cause():
     )
     verdict = diagnose(Subject(first_bad_op=op, splits=splits))
     assert "G/EMPTY_SPLIT_MERGE" not in (verdict.key, *verdict.undecided_between)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_race_is_told_whatever_runs_burn(seed):
+    """Each run has a schedule of its own, filled or not; which of them burn is chance, and no content decides it."""
+    rate = 0.1 + 0.4 * seed / 40
+    order = {switch: i for i, switch in enumerate((None, *Switch))}
+
+    def run(request: Request) -> Outcome:
+        draw = rng(1_000_000 * seed + 1000 * order[request.switch] + request.number).random()
+        early = request.switch is not Switch.SERIAL and draw < rate
+        return Outcome(outputs=(array("y", np.float32([np.nan if early else 1.0])),), is_wrong=bool(early))
+
+    verdict = diagnose(Subject(run=run, switches=(Switch.SERIAL, Switch.FILL_A, Switch.FILL_B)), num_replays=40)
+    assert (verdict.key, verdict.decided) == ("J/RACE_SUSPECTED", True), verdict.statement

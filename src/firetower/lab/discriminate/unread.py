@@ -80,19 +80,27 @@ def _reduces(op: Op, b: Rows) -> bool:
     return rows in values.shape and op.outputs[0].values.size * values.shape[-1] < values.size
 
 
+_NUM_EACH = 4
+"""Runs of each content. What is read shows in every run; of a race, some runs agree whatever the content is."""
+
+
 def _fills(look: Look) -> Iterator[Fact]:
     if not (look.can(Switch.FILL_A) and look.can(Switch.FILL_B)):
         return
-    served, first, second = look.outcome(), look.outcome(Switch.FILL_A), look.outcome(Switch.FILL_B)
-    served_again, first_again = look.outcome(number=1), look.outcome(Switch.FILL_A, 1)
-    if served is None or first is None or second is None or served_again is None or first_again is None:
+    found = [[look.outcome(s, n) for n in range(_NUM_EACH)] for s in (None, Switch.FILL_A, Switch.FILL_B)]
+    runs = [[o for o in some if o is not None] for some in found]
+    if any(len(some) < _NUM_EACH for some in runs):
         return
-    if not (look.same(served, served_again) and look.same(first, first_again)):
+    served, first, second = (some[0] for some in runs)
+    values = f"unread places filled with {FILLS[Switch.FILL_A]:g} and with {FILLS[Switch.FILL_B]:g}"
+    alike = [o for o in runs[0] if all(any(look.same(o, other) for other in some) for some in runs[1:])]
+    if len(alike) == _NUM_EACH:
+        yield fact("fills_differ", False, f"{values}: the outcome stays the same")
+    elif alike:
+        yield fact("fills_differ", False, f"{values}: runs of either give the outcome of the real content")
+    elif not all(look.same(some[0], other) for some in runs for other in some[1:]):
         # an outcome that differs from itself says nothing about fills
         return
-    values = f"unread places filled with {FILLS[Switch.FILL_A]:g} and with {FILLS[Switch.FILL_B]:g}"
-    if look.same(first, second) and look.same(served, first):
-        yield fact("fills_differ", False, f"{values}: the outcome stays the same")
     elif look.is_wrong(served) is False:
         # the places may be read where it does no harm: into pad rows of the output
         return
