@@ -158,3 +158,20 @@ def test_a_step_that_breaks_off_still_tells_its_rows(model):
         with pytest.raises(RuntimeError, match="invalid for input"):
             step(model)
         assert [(f.origin.layer, f.origin.stage) for f in watch.fires] == [(LAYER, "kv")]
+
+
+def test_a_check_that_fails_at_the_end_hides_no_other_fire(model, monkeypatch):
+    def broken(*_: Any) -> Any:
+        raise ValueError("broken sensor")
+
+    monkeypatch.setattr("firetower.attach.late.written_rows", broken)
+    with firetower.attach(model, store=False, on_fire="record") as watch:
+        step(model)
+        assert watch.failures == 1
+        assert "broken sensor" in watch.last_failure
+        assert {kv_of(watch, i).status for i in range(len(model.model.layers))} == {Status.NOT_COVERED}
+        assert kv_of(watch).reason == "its check failed: ValueError"
+        with torch.no_grad():
+            model.model.layers[LAYER].mlp.up_proj.weight[2, 0] = math.nan
+        step(model)
+        assert [(f.origin.layer, f.origin.stage) for f in watch.fires] == [(LAYER, "up")]

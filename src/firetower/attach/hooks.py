@@ -78,7 +78,9 @@ class HostHooks(threading.local):
             return True
         if step.late.items:
             # what came before is found before
-            step.late.settle(step, module, inputs)
+            error = step.late.settle(step, module, inputs)
+            if error is not None:
+                self.on_failure(error)
         step.add(slot, x, module, tuple(t for t in inputs if isinstance(t, Tensor)))
         if step.is_stray and self.on_stray is not None:
             self.on_stray()
@@ -289,7 +291,9 @@ def _after_cache(taps: list[Tap], slots: list[int], hooks: HostHooks, mark: Mark
     def check_late(step: Step, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> bool:
         """The decode loop's way: cache rows wait for the step's end, the output is summed; False for the long way."""
         x, y, cache = hidden_of(args, kwargs), first_of(output), cache_layer(kwargs, kv_layer)
-        if x is None or y is None or cache is None or y.dtype is not _FLOAT32 or not y.is_cpu or x.ndim < 3:
+        if x is None or y is None or cache is None or y.dtype is not _FLOAT32 or not y.is_cpu:
+            return False
+        if x.ndim < 3 or y.is_nested:
             return False
         if not step.late.take(kv_slot, cache, x.shape[1], module):
             return False

@@ -52,8 +52,8 @@ class LateRows:
         self.items.append((slot, layer, keys, keys._version, values, values._version, num_tokens, module))
         return True
 
-    def settle(self, step: Step, running: nn.Module | None = None, inputs: Iterable[Any] = ()) -> None:
-        """Check what waits, in the order of the hooks.
+    def settle(self, step: Step, running: nn.Module | None = None, inputs: Iterable[Any] = ()) -> Exception | None:
+        """Check what waits, in the order of the hooks; returns what went wrong in it, which stops nothing.
 
         Args:
             step: the running one.
@@ -61,6 +61,15 @@ class LateRows:
             inputs: that module's, for a finding in it.
         """
         items, self.items = self.items, []
+        try:
+            self._check(items, step, running, inputs)
+        except Exception as e:  # noqa: BLE001 - our failure must not stop inference; it is counted and shown
+            for slot in {item[0] for item in items} - step.findings.keys():
+                step.not_checked(slot, f"its check failed: {type(e).__name__}")
+            return e
+        return None
+
+    def _check(self, items: list[Item], step: Step, running: nn.Module | None, inputs: Iterable[Any]) -> None:
         if not _all_clean(items):
             for slot, layer, keys, _, values, _, num_tokens, module in items:
                 for stored in (keys, values):

@@ -95,14 +95,18 @@ class Step:
         self.begin((), {})
         self.is_stray = True
 
-    def end(self, output: Any = None) -> None:
-        """Close the step and let its tensors go; what the call says of its rows stays readable until the next."""
-        if self.late.items:
-            self.late.settle(self)
+    def end(self, output: Any = None) -> Exception | None:
+        """Close the step and let its tensors go; what the call says of its rows stays readable until the next.
+
+        Returns:
+            What went wrong in the checks that waited for the end, or None.
+        """
+        error = self.late.settle(self) if self.late.items else None
         self.open = False
         self.clean_tensor = None
         if self.call is not None:
             self.call.release(output)
+        return error
 
     def not_checked(self, slot: int, reason: str) -> None:
         """Note why a signal that passed by was not checked; it is then not covered, never clean."""

@@ -248,7 +248,8 @@ class Watch:
             return
         fire = None
         try:
-            step.end(output)
+            if (failure := step.end(output)) is not None:
+                self._failed(failure)
             self._last, self._last_reading = step, None
             if self._ops:
                 self._ops.end(output)
@@ -281,7 +282,8 @@ class Watch:
         step = self._hooks.step
         if not (step.open and step.is_stray):
             return None
-        step.end()
+        if (failure := step.end()) is not None:
+            self._failed(failure)
         self._last, self._last_reading = step, None
         return self._settle(step)
 
