@@ -43,7 +43,8 @@ def replays_ms(graph: torch.cuda.CUDAGraph, reps: int) -> float:
 def copy_bandwidth() -> float:
     """Bytes a second, read and written together, of 1 GiB: the better of a copy and of a kernel that passes it on.
 
-    ``copy_`` inside a graph is a copy node, which reached 2.75 TB/s on an H200 whose memory does 4.27: alone it flatters.
+    ``copy_`` inside a graph is a copy node, which reached 2.75 TB/s on an H200 whose memory does 4.27: alone it
+    flatters.
     """
     source = torch.zeros(1 << 28, dtype=torch.float32, device="cuda")
     target = torch.empty_like(source)
