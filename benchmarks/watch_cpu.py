@@ -1,9 +1,10 @@
 """Decode of SmolLM2 on the CPU: bare, under the watch at ``layers``, and under Transformers' DebugUnderflowOverflow.
 
-The three run interleaved in one process, one token at a time, so that a noisy machine hits all alike; the figure is
-the median over rounds of (watched / bare) of the same round, in wall time and, since other work may share the
-cores, in CPU time of this process. As in ``generate()``, gradients are off and a prompt and a few tokens come before
-what is timed. Prints one line a figure.
+They take turns in one process, a few tokens at a time, in changing order, so that a noisy machine hits all alike. A
+turn counts by its median token; the figure is the median over rounds of (watched / bare) of the same round, in wall
+time and, since other work may share the cores, in CPU time of this process. As in ``generate()``, gradients are off
+and a prompt and a few tokens come before what is timed. The peer, ten times slower, takes part in some rounds only, at
+their end. Prints one line a figure.
 
     python benchmarks/watch_cpu.py [--rounds N]
 """
@@ -22,23 +23,27 @@ import torch
 import firetower
 from firetower.drills.hosts import load_smollm2
 
-_NUM_WARM = 2
-"""Tokens before what is timed: the peer, 15 times slower, leaves cold caches to whoever follows it."""
+_NUM_WARM = 3
+"""Tokens before what is timed: whoever ran before leaves cold caches."""
+
+_PEER_EVERY = 10
+"""Rounds between two turns of the peer."""
 
 
 def decode_ms(model: torch.nn.Module, ids: torch.Tensor, num_tokens: int) -> tuple[float, float]:
-    """Milliseconds a token of greedy decoding, cache included, after a prefill: wall time, CPU time."""
+    """Milliseconds of the median token of greedy decoding, cache included, after a prefill: wall time, CPU time."""
+    times = []
     with torch.no_grad():
         out = model(input_ids=ids, use_cache=True)
         token = out.logits[:, -1:].argmax(-1)
         cache = out.past_key_values if hasattr(out, "past_key_values") else out.cache
-        for i in range(_NUM_WARM + num_tokens):
-            if i == _NUM_WARM:
-                begin, cpu_begin = time.perf_counter(), time.process_time()
+        for _ in range(_NUM_WARM + num_tokens):
+            begin, cpu_begin = time.perf_counter(), time.process_time()
             out = model(input_ids=token, past_key_values=cache, use_cache=True)
             token = out.logits[:, -1:].argmax(-1)
-        wall, cpu = time.perf_counter() - begin, time.process_time() - cpu_begin
-        return wall / num_tokens * 1e3, cpu / num_tokens * 1e3
+            times.append((time.perf_counter() - begin, time.process_time() - cpu_begin))
+    wall, cpu = (statistics.median(t[i] for t in times[_NUM_WARM:]) for i in (0, 1))
+    return wall * 1e3, cpu * 1e3
 
 
 def watched(model: torch.nn.Module) -> contextlib.AbstractContextManager[object]:
@@ -65,8 +70,8 @@ def peer(model: torch.nn.Module) -> contextlib.AbstractContextManager[object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--tokens", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--tokens", type=int, default=5)
     args = parser.parse_args()
     torch.manual_seed(0)
     model, tokenizer = load_smollm2()
@@ -76,18 +81,19 @@ def main() -> None:
         "watch": watched,
         "peer": peer,
     }
-    times: dict[str, list[tuple[float, float]]] = {k: [] for k in kinds}
+    times: dict[str, list[tuple[int, tuple[float, float]]]] = {k: [] for k in kinds}
     for i in range(args.rounds + 1):
-        order = list(kinds)[i % 3 :] + list(kinds)[: i % 3]
-        for kind in order:
+        order = ["bare", "watch"] if i % 2 else ["watch", "bare"]
+        for kind in order + ["peer"] * (i % _PEER_EVERY == 1):
             with kinds[kind](model):
                 ms = decode_ms(model, ids, args.tokens)
             if i:
-                times[kind].append(ms)
+                times[kind].append((i, ms))
+    bare_at = dict(times["bare"])
     for kind in ("watch", "peer"):
-        pairs = list(zip(times[kind], times["bare"], strict=True))
-        wall, cpu = (statistics.median(own[i] / bare[i] for own, bare in pairs) for i in (0, 1))
-        bare, own = (statistics.median(t[0] for t in times[k]) for k in ("bare", kind))
+        ratios = [tuple(own[c] / bare_at[i][c] for c in (0, 1)) for i, own in times[kind]]
+        wall, cpu = (statistics.median(r[c] for r in ratios) for c in (0, 1))
+        bare, own = (statistics.median(t[0] for _, t in times[k]) for k in ("bare", kind))
         bar = "bar 1.05" if kind == "watch" else "Transformers DebugUnderflowOverflow"
         print(f"decode_cpu_{kind}_ratio bare={bare:.1f}ms own={own:.1f}ms ratio={wall:.3f} cpu_ratio={cpu:.3f} {bar}")
 

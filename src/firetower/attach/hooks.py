@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -58,6 +59,10 @@ class HostHooks(threading.local):
     def check(self, slot: int, x: Tensor, module: nn.Module, inputs: Iterable[Any], part: int = 0) -> bool:
         """Check one tensor of one signal and record the result in this thread's step; returns whether it is clean."""
         step = self.step
+        if x is step.clean_tensor and step.open and step.clean_version == x._version:
+            # the model's logits are those of its head
+            step.ran[slot] = step.number
+            return True
         if step.open and x.is_cpu and x.dtype in SUM_DTYPE and self.legal[slot] is Legal.FINITE:
             # the decode loop ends here: any NaN or Inf makes the sum non-finite
             try:
@@ -76,7 +81,7 @@ class HostHooks(threading.local):
         step.ran[slot] = step.number
         if is_good:
             return True
-        if step.late.items:
+        if step.late.items or step.late.held:
             # what came before is found before
             error = step.late.settle(step, module, inputs)
             if error is not None:
@@ -112,6 +117,20 @@ class HostHooks(threading.local):
                 step.not_checked(slot, reason)
         self.on_failure(error)
 
+    def end_layer(self, step: Step, x: Tensor, *, is_good: bool | None) -> None:
+        """Check the activations of a layer that waited for its end.
+
+        Args:
+            step: the running one.
+            x: the layer's output.
+            is_good: whether it is clean; None if it waits.
+        """
+        if step.late.read_held(step.ran, step.number):
+            if is_good is not False:
+                self.remember(x)
+        elif (error := step.late.settle(step)) is not None:
+            self.on_failure(error)
+
     def remember(self, x: Tensor) -> None:
         """Keep a clean output for `check_input`.
 
@@ -134,6 +153,7 @@ def install(
         around: entered around every hook; at op level it hides our own reads from the mode that watches ops.
     """
     by_module: dict[int, tuple[nn.Module, list[int]]] = {}
+    waiting = _inside_layers(taps) if hooks.may_wait else set()
     for slot, tap in enumerate(taps):
         if isinstance(tap.module, torch.jit.ScriptModule):
             # takes no hooks: not covered
@@ -145,14 +165,32 @@ def install(
         before = [s for s in slots if taps[s].side is Side.INPUT]
         after = [s for s in slots if taps[s].side is not Side.INPUT]
         if before:
-            handles.append(module.register_forward_pre_hook(wrap(_before(taps, before, hooks, mark)), with_kwargs=True))
+            hook = wrap(_before(taps, before, hooks, mark, waiting))
+            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         if any(taps[s].side is Side.CACHE for s in after):
-            handles.append(module.register_forward_hook(wrap(_after_cache(taps, after, hooks, mark)), with_kwargs=True))
+            hook = wrap(_after_cache(taps, after, hooks, mark, waiting))
+            handles.append(module.register_forward_hook(hook, with_kwargs=True))
         elif len(after) == 1 and taps[after[0]].side is Side.OUTPUT:
-            handles.append(module.register_forward_hook(wrap(_after_one(taps[after[0]], after[0], hooks, mark))))
+            hook = wrap(_after_one(taps[after[0]], after[0], hooks, mark, waiting))
+            handles.append(module.register_forward_hook(hook))
         elif after:
             handles.append(module.register_forward_hook(wrap(_after(taps, after, hooks, mark))))
     return handles
+
+
+def _inside_layers(taps: list[Tap]) -> set[int]:
+    """Slots of tensors that may wait for the end of the decoder layer that they belong to; the layer's output too."""
+    num_after = Counter(id(t.module) for t in taps if t.side is not Side.INPUT)
+    outputs = [t for t in taps if t.signal.stage == "output" and t.side is Side.OUTPUT]
+    layers = {t.signal.module for t in outputs if num_after[id(t.module)] == 1}
+    plain = (Side.INPUT, Side.OUTPUT)
+    return {
+        slot
+        for slot, t in enumerate(taps)
+        if t.side in plain
+        and t.signal.legal is Legal.FINITE
+        and any(t.signal.module == layer or t.signal.module.startswith(f"{layer}.") for layer in layers)
+    }
 
 
 def one_line(error: BaseException) -> str:
@@ -169,8 +207,11 @@ def _inside(around: Callable[[], AbstractContextManager[Any]], hook: Callable[..
     return inside
 
 
-def _before(taps: list[Tap], slots: list[int], hooks: HostHooks, mark: Mark) -> Callable[..., None]:
+def _before(
+    taps: list[Tap], slots: list[int], hooks: HostHooks, mark: Mark, waiting: set[int]
+) -> Callable[..., None]:
     is_finite_only = all(taps[s].signal.legal is Legal.FINITE for s in slots)
+    may_wait = len(slots) == 1 and slots[0] in waiting
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = args[0] if args and type(args[0]) is Tensor else input_tensor(args, kwargs)
@@ -186,9 +227,14 @@ def _before(taps: list[Tap], slots: list[int], hooks: HostHooks, mark: Mark) -> 
                 # the next layer's input is the last layer's output and was seen already
                 if x is step.clean_tensor and step.clean_version == x._version:
                     is_good = True
+                elif may_wait and step.late.steady[slots[0]]:
+                    step.late.held.append((slots[0], x, x._version, module, (), len(step.late.items)))
+                    return
                 else:
                     total = x.sum().item()
                     is_good = total - total == 0.0
+                    if may_wait:
+                        step.late.try_out(slots[0], x)
                 if is_good:
                     for slot in slots:
                         step.ran[slot] = step.number
@@ -207,10 +253,12 @@ def _before(taps: list[Tap], slots: list[int], hooks: HostHooks, mark: Mark) -> 
     return before
 
 
-def _after_one(tap: Tap, slot: int, hooks: HostHooks, mark: Mark) -> Callable[..., None]:
-    """The common case, written for the decode loop: one tensor, a sum that says clean, one store."""
+def _after_one(tap: Tap, slot: int, hooks: HostHooks, mark: Mark, waiting: set[int]) -> Callable[..., None]:
+    """The common case, written for the decode loop: one tensor that waits, or a sum that says clean; one store."""
     is_finite_only = tap.signal.legal is Legal.FINITE
+    may_wait = slot in waiting
     feeds_next_layer = tap.signal.stage == "output"
+    is_seen_again = is_finite_only and tap.signal.stage == "logits"
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         x = output if type(output) is Tensor else first_tensor(output)
@@ -221,14 +269,25 @@ def _after_one(tap: Tap, slot: int, hooks: HostHooks, mark: Mark) -> Callable[..
             return
         try:
             step = hooks.step
+            late = step.late
+            if late.steady[slot]:
+                late.held.append((slot, x, x._version, module, args, len(late.items)))
+                if feeds_next_layer:
+                    hooks.end_layer(step, x, is_good=None)
+                return
+            is_good = False
             if is_finite_only and x.dtype is _FLOAT32 and step.open and x.is_cpu:
                 total = x.sum().item()
                 if total - total == 0.0:
+                    is_good = True
                     step.ran[slot] = step.number
-                    if feeds_next_layer:
-                        hooks.remember(x)
-                    return
-            if hooks.check(slot, x, module, args) and feeds_next_layer:
+                    if may_wait:
+                        late.try_out(slot, x)
+            if not is_good:
+                is_good = hooks.check(slot, x, module, args)
+            if feeds_next_layer:
+                hooks.end_layer(step, x, is_good=is_good)
+            elif is_seen_again and is_good:
                 hooks.remember(x)
         except NonFiniteError:
             raise
@@ -269,7 +328,9 @@ def _after(taps: list[Tap], slots: list[int], hooks: HostHooks, mark: Mark) -> C
     return after
 
 
-def _after_cache(taps: list[Tap], slots: list[int], hooks: HostHooks, mark: Mark) -> Callable[..., None]:
+def _after_cache(
+    taps: list[Tap], slots: list[int], hooks: HostHooks, mark: Mark, waiting: set[int]
+) -> Callable[..., None]:
     outputs = [s for s in slots if taps[s].side is not Side.CACHE]
     states = [(s, taps[s].signal.stage, taps[s].cache_layer or 0) for s in slots if taps[s].side is Side.CACHE]
     is_finite_only = all(taps[s].signal.legal is Legal.FINITE for s in slots)
@@ -298,9 +359,15 @@ def _after_cache(taps: list[Tap], slots: list[int], hooks: HostHooks, mark: Mark
         if not step.late.take(kv_slot, cache, x.shape[1], module):
             return False
         step.ran[kv_slot] = step.number
+        late = step.late
+        if late.steady[outputs[0]]:
+            late.held.append((outputs[0], y, y._version, module, args or kwargs.values(), len(late.items)))
+            return True
         total = y.sum().item()
         if total - total == 0.0:
             step.ran[outputs[0]] = step.number
+            if outputs[0] in waiting:
+                late.try_out(outputs[0], y)
         else:
             hooks.check(outputs[0], y, module, args or kwargs.values())
         return True

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from firetower.attach.discover import Tap
 from firetower.attach.frame import Call
-from firetower.attach.late import LateRows
+from firetower.attach.late import Late
 from firetower.core.records import BadValue, BurnedRow, Reading, SignalReading, Status, TensorSummary
 from firetower.sensors.check import Frame, burned_sequences, first_bad, plain
 from firetower.sensors.summary import summarize
@@ -57,7 +57,7 @@ class Step:
 
     def __init__(self, taps: list[Tap]) -> None:
         self.taps = taps
-        self.late = LateRows()
+        self.late = Late(len(taps))
         self.ran = [_NEVER] * len(taps)
         self.number = -1
         self.call: Call | None = None
@@ -87,12 +87,14 @@ class Step:
         self.from_device.clear()
         self.pad_before_real = False
         self.clean_tensor = None
-        # of a step that never came to its end
-        self.late.items.clear()
+        batch, length = self.call.shape() if self.call.tokens() is not None else (0, 0)
+        self.late.begin(batch * length)
 
     def begin_stray(self) -> None:
         """Open a step because a submodule was called on its own; it stays open until the root is called or read."""
         self.begin((), {})
+        # it has no end at which what waits would be checked
+        self.late.end()
         self.is_stray = True
 
     def end(self, output: Any = None) -> Exception | None:
@@ -101,7 +103,9 @@ class Step:
         Returns:
             What went wrong in the checks that waited for the end, or None.
         """
-        error = self.late.settle(self) if self.late.items else None
+        late = self.late
+        error = None if late.read_held(self.ran, self.number) and late.read_rows() else late.settle(self)
+        late.end()
         self.open = False
         self.clean_tensor = None
         if self.call is not None:
