@@ -34,7 +34,7 @@ Report = Callable[[str], None]
 BF16, NAN = torch.bfloat16, float("nan")
 HEADS, KV_HEADS, DIM, PAGE = Q36.num_heads, Q36.num_kv_heads, Q36.head_dim, Q36.page_size
 LENGTHS = (8300, 1000, 4097)
-"""Beyond the first region of splits, ragged, one past a power of two."""
+"""Several splits, less than one, one key past a power of two."""
 
 L2_BYTES = 100 << 20
 """More than L2 holds: a replay reads at least as much."""
@@ -141,31 +141,33 @@ def _only(w: Window, n: int, tokens: list[int]) -> Window:
 
 
 def row_bits(kv_dtype: torch.dtype) -> str:
-    """Windows of 8: each token alone, each sequence alone, shorter windows, a bound on the length."""
+    """Windows of 8: each token alone, each sequence alone, shorter windows, a bound on the length, large batches."""
     w = _window(kv_dtype, (8195, 129, 520, 16388), width=8)
     whole = _run(w)
     for n in range(4):
         assert torch.equal(_run(_only(w, n, list(range(8))))[0], whole[n]), f"sequence {n} alone"
-        for tokens in ([0], [3], [7], [0, 1], [2, 3, 4, 5, 6]):
+        for tokens in ([0], [3], [7], [0, 1], [3, 4, 5], [4, 5, 6, 7], [2, 3, 4, 5, 6]):
             assert torch.equal(_run(_only(w, n, tokens))[0], whole[n, tokens]), f"sequence {n}, tokens {tokens}"
     bounded = window(
         w.query, w.kv, w.block_table, w.seq_lens, slot_mapping=w.slot_mapping, gate=w.gate, scale=w.scale,
         max_seq_len=16400,
     )  # fmt: skip
     assert torch.equal(bounded, whole), "max_seq_len"
-    many = dataclasses.replace(
-        w, query=w.query.repeat(16, 1, 1, 1), gate=w.gate.repeat(16, 1, 1, 1), seq_lens=w.seq_lens.repeat(16),
-        slot_mapping=w.slot_mapping.repeat(16, 1), block_table=w.block_table.repeat(16, 1),
-    )  # fmt: skip
-    assert torch.equal(_run(many), whole.repeat(16, 1, 1, 1)), "batch of 64"
-    return "windows of 1, 2, 5, 8; batches of 1, 4, 64"
+    for first in (0, 5, 6, 7):
+        part = [x[:, first:].repeat(16, 1, 1, 1) for x in (w.query, w.gate)]
+        many = dataclasses.replace(
+            w, query=part[0], gate=part[1], seq_lens=w.seq_lens.repeat(16), block_table=w.block_table.repeat(16, 1),
+            slot_mapping=w.slot_mapping[:, first:].repeat(16, 1),
+        )  # fmt: skip
+        assert torch.equal(_run(many), whole[:, first:].repeat(16, 1, 1, 1)), f"batch of 64, windows of {8 - first}"
+    return "windows of 1, 2, 3, 4, 5, 8; batches of 1, 4, 64"
 
 
 def fillings() -> None:
     """Outputs and workspaces of two fillings, 50 repeats: the same bits."""
     w = _window()
     limit = w.block_table.shape[1] * PAGE
-    parts = kernels.new_workspace(w.query, KV_HEADS, limit)
+    parts = kernels.new_workspace(w.query, KV_HEADS, limit, kernels.plan_for(w.query, w.kv))
     first = None
     for i in range(52):
         fill = NAN if i % 2 else 3.0

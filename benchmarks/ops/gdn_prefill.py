@@ -28,11 +28,12 @@ BF16_RTOL, TF32X3_RTOL, TF32_RTOL = 8e-3, 1e-5, 1e-3
 """Of bfloat16, float32 and float16 inputs; each measured error is printed."""
 
 TRIALS = (
-    {"scan_stages": 2},
-    {"block_v": 64},
-    {"block_v": 64, "scan_stages": 2},
     {"prepare_registers": 168},
     {"prepare_warps": 8},
+    {"scan_stages": 2},
+    {"scan_warps": 8},
+    {"block_v": 64},
+    {"block_v": 64, "scan_warps": 8},
 )
 """Choices that are timed beside the chosen one."""
 

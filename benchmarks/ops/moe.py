@@ -11,7 +11,7 @@ import torch
 from ops.common import copy_bandwidth, graph_ms, guarded, ratio_line, relative_error
 from torch import Tensor
 
-from firetower.ops import moe
+from firetower.ops import moe, overlap
 from firetower.ops.moe import cases, kernels, planning, torch_path
 from firetower.ops.moe.reference import route_reference
 from firetower.sensors.marks import Mark, mark_rows, new_panel
@@ -57,6 +57,7 @@ def run(report: Report, quick: bool) -> None:
         "poisoned outputs": lambda: check_poison(weights),
         "repeats": lambda: check_repeats(weights, 3 if quick else 50),
         "row invariance": lambda: check_rows(weights),
+        "overlap": lambda: check_overlap(weights, 5 if quick else 50),
         "wide blocks against narrow": lambda: compare_blocks(weights),
         "sensor words": lambda: check_words(weights),
     }
@@ -238,6 +239,31 @@ def check_rows(weights: moe.MoeWeights) -> str:
     crowded = x[17:18].repeat(64, 1)
     assert same(moe.moe(crowded, weights, RULE), whole[17:18].expand(64, -1)), "crowded"
     return ""
+
+
+def check_overlap(weights: moe.MoeWeights, repeats: int) -> str:
+    """Kernels that overlap, several blocks in one graph with other tokens each time, against kernels that do not."""
+    for num_tokens in (1, 5, 16, 40):
+        inputs = [torch.empty(num_tokens, SHAPE.hidden, dtype=BF16, device="cuda").normal_() for _ in range(8)]
+        outs = [torch.empty_like(x) for x in inputs]
+        pairs = list(zip(inputs, outs, strict=True))
+        graph = torch.cuda.CUDAGraph()
+        moe.moe(inputs[0], weights, RULE)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            for x, y in pairs:
+                moe.moe(x, weights, RULE, out=y)
+        for i in range(repeats):
+            for x in inputs:
+                x.normal_()
+            graph.replay()
+            overlap.OVERLAPS = False
+            try:
+                for x, y in pairs:
+                    assert same(y, moe.moe(x, weights, RULE)), f"T={num_tokens}: replay {i}"
+            finally:
+                overlap.OVERLAPS = True
+    return f"replays={repeats}"
 
 
 def compare_blocks(weights: moe.MoeWeights) -> str:

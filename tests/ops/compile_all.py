@@ -156,10 +156,21 @@ def samplers(m: Any) -> None:
 
     seeds, positions = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
     sample(zeros(2, 4096), mark=m())
-    warm = SampleParams(
-        temperature=torch.ones(2), top_k=torch.full((2,), 5, dtype=torch.int32), top_p=torch.full((2,), 0.9)
-    )
-    sample(zeros(2, 4096), warm, seeds=seeds, positions=positions, num_logprobs=2, mark=m())
+    filters = {
+        "top_k": torch.full((2,), 5, dtype=torch.int32), "top_p": torch.full((2,), 0.9), "min_p": torch.full((2,), 0.1),
+    }  # fmt: skip
+    counts = torch.zeros(2, 4096, dtype=torch.int32)
+    penalties = {
+        "repetition_penalty": torch.ones(2), "frequency_penalty": torch.ones(2), "presence_penalty": torch.ones(2),
+        "token_counts": counts, "prompt_mask": None, "logit_bias": zeros(2, 4096, dtype=FP32),
+    }  # fmt: skip
+    chosen: list[dict[str, Any]] = [{}, filters, filters | penalties]
+    chosen += [{name: filters[name]} for name in filters]
+    chosen += [{n: x for n, x in filters.items() if n != name} for name in filters]
+    for given in chosen:
+        for dtype in (BF16, FP32):
+            params = SampleParams(temperature=torch.ones(2), **given)
+            sample(zeros(2, 4096, dtype=dtype), params, seeds=seeds, positions=positions, num_logprobs=2, mark=m())
 
 
 def attentions(m: Any) -> None:
@@ -170,8 +181,9 @@ def attentions(m: Any) -> None:
     for dtype in (BF16, torch.int8, torch.float8_e4m3fn):
         kv = new_kv(8, 64, 2, 256, dtype=dtype)
         write_kv(zeros(2, 5, 2, 256), zeros(2, 5, 2, 256), kv, slots, mark=m())
-        q = zeros(2, 5, 16, 256)
-        window(q, kv, table, lengths, slot_mapping=slots, gate=q, mark=m())
+        for width in (2, 5):
+            q = zeros(2, width, 16, 256)
+            window(q, kv, table, lengths, slot_mapping=slots[:, :width].contiguous(), gate=q, mark=m())
     prefill(zeros(9, 16, 256), zeros(9, 2, 256), zeros(9, 2, 256), [0, 4, 9], gate=zeros(9, 16, 256), mark=m())
 
 

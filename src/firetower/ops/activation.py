@@ -24,6 +24,8 @@ def silu(x: Tensor) -> Tensor:
     """
     if not x.is_cpu:
         return F.silu(x)
+    if x.numel() % _LANES == 0 and x.numel() <= _SERIAL:
+        return F.silu(x.contiguous())
     flat = x.reshape(-1)
     padded = F.pad(flat, (0, -flat.numel() % _LANES))
     done = torch.cat([F.silu(piece) for piece in torch.split(padded, _SERIAL)]) if flat.numel() else flat

@@ -6,12 +6,14 @@ one falls back. ``FIRETOWER_OPS=rms_norm=torch,moe.down=triton`` pins kernels.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -73,6 +75,7 @@ class Registry:
     def __init__(self) -> None:
         self._backends: dict[str, list[Backend]] = {}
         self._choices: dict[tuple[str, Target], Choice] = {}
+        self._references: dict[tuple[str, Target], Choice] = {}
 
     def is_frozen(self, kernel: str) -> bool:
         """Whether a choice was made for a kernel already."""
@@ -125,6 +128,14 @@ class Registry:
             self._check_pins(pins)
             self._choices[key] = self._choose(kernel, target, pins.get(kernel))
         return self._choices[key]
+
+    def reference(self, kernel: str, target: Target) -> Choice:
+        """The plain PyTorch form of a kernel, or what `choice` says where it has none; made once."""
+        key = kernel, target
+        if key not in self._references:
+            has_torch = "torch" in self.backends(kernel)
+            self._references[key] = self._choose(kernel, target, "torch") if has_torch else self.choice(kernel, target)
+        return self._references[key]
 
     def table(self, target: Target, pins: Mapping[str, str] | None = None) -> Mapping[str, Choice]:
         """The choice for every kernel that is registered by now; as `choice`."""
@@ -232,6 +243,25 @@ def load_all() -> None:
         importlib.import_module(f"firetower.ops.{op}")
 
 
+_IS_REFERENCE = contextvars.ContextVar("firetower_is_reference", default=False)
+
+
+@contextlib.contextmanager
+def reference_path() -> Iterator[None]:
+    """Inside, in this thread, every kernel runs its plain PyTorch form: another way to the same numbers, for a redo.
+
+    Nothing may be captured inside: a graph would keep the slow form.
+    """
+    token = _IS_REFERENCE.set(True)
+    try:
+        yield
+    finally:
+        _IS_REFERENCE.reset(token)
+
+
 def kernel(name: str, x: Tensor) -> Callable[..., Any]:
     """What runs a kernel for a tensor's device and type; a dictionary lookup once chosen."""
-    return REGISTRY.choice(name, target_of(x.device.type, x.dtype)).run
+    target = target_of(x.device.type, x.dtype)
+    if _IS_REFERENCE.get():
+        return REGISTRY.reference(name, target).run
+    return REGISTRY.choice(name, target).run

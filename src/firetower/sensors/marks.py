@@ -7,6 +7,7 @@ Panel layout for S signals and R rows as in `firetower.sensors.mark`. An op's ou
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import torch
@@ -83,12 +84,16 @@ def mark_rows(x: Tensor, mark: Mark | None) -> None:
     if mark is None or x.numel() == 0:
         return
     width = x.shape[-1] if x.ndim else 1
-    rows = x.detach().reshape(-1, width)
     panel, slot = mark.panel, mark.slot
-    _lower(panel, slot, panel.new_tensor(CLEAN) if x.is_cpu else torch.full_like(panel[slot], CLEAN))
-    _declare_shape(panel, panel.numel() - 1 - mark.num_signals + slot, shape_word(x.dtype, tuple(rows.shape)))
-    if x.is_cpu and _is_clean(rows, neg_inf_legal=mark.neg_inf_legal):
-        return
+    at, shape = panel.numel() - 1 - mark.num_signals + slot, _shape_of(x.dtype, x.numel() // width, width)
+    if x.is_cpu:
+        _declare_on_host(panel, slot, at, shape)
+        if _is_clean(x, neg_inf_legal=mark.neg_inf_legal):
+            return
+    else:
+        _lower(panel, slot, torch.full_like(panel[slot], CLEAN))
+        _declare_shape(panel, at, shape)
+    rows = x.detach().reshape(-1, width)
     bad, code = _bad_codes(rows, neg_inf_legal=mark.neg_inf_legal)
     index = torch.arange(rows.numel(), device=x.device).view(rows.shape)
     words = torch.where(bad, index << 32 | code, NOT_RUN)
@@ -105,11 +110,26 @@ def mark_rows(x: Tensor, mark: Mark | None) -> None:
     panel[first : first + mark.num_rows].scatter_reduce_(0, ids.clamp_min(0), row_words, "amin")
 
 
-def _is_clean(rows: Tensor, *, neg_inf_legal: bool) -> bool:
-    """A finite sum proves every element finite; anything else asks the exact pass."""
-    if neg_inf_legal or rows.dtype.itemsize == 1:
+def _is_clean(x: Tensor, *, neg_inf_legal: bool) -> bool:
+    """A finite sum proves every element finite, one of -Inf that none is a NaN or +Inf; else ask the exact pass."""
+    if x.dtype.itemsize == 1:
         return False
-    return math.isfinite(rows.sum(dtype=torch.float64 if rows.dtype is torch.float64 else torch.float32).item())
+    total = x.sum(dtype=torch.float64 if x.dtype is torch.float64 else torch.float32).item()
+    return math.isfinite(total) or (neg_inf_legal and total == -math.inf)
+
+
+@functools.lru_cache(maxsize=4096)
+def _shape_of(dtype: torch.dtype, rows: int, width: int) -> int:
+    return shape_word(dtype, (rows, width))
+
+
+def _declare_on_host(panel: Tensor, slot: int, at: int, shape: int) -> None:
+    """Says that the signal ran, and as which shape; through NumPy, as an operation on one word costs as much as one on
+    thousands."""
+    words = panel.numpy()
+    words[slot] = min(int(words[slot]), CLEAN)
+    before = int(words[at])
+    words[at] = shape if before == NOT_RUN else before if before | 1 == shape else before & -2
 
 
 def _bad_codes(rows: Tensor, *, neg_inf_legal: bool) -> tuple[Tensor, Tensor]:

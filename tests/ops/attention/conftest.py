@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -15,9 +17,27 @@ def backend(request):
 
 
 @pytest.fixture
-def run(backend, monkeypatch):
-    """``run(window, mark=None, ...)``: a window through the backend, cut as finely as a test's short sequences need."""
+def small_plan():
+    """``small_plan(query, ...)``: the plan of a type with units of 32 keys and 12 programs in one wave, so that short
+    sequences are cut into units and long ones into splits."""
     kernels = pytest.importorskip("firetower.ops.attention.kernels")
+
+    def make(query, **changes):
+        plan = kernels.PLANS[query.itemsize]
+        small = {"splits": cases.SMALL_SPLITS, "block_n": 32, "programs": 12, "max_waves": 1}
+        return dataclasses.replace(plan, **{**small, **changes})
+
+    return make
+
+
+@pytest.fixture
+def run(backend, small_plan, monkeypatch):
+    """``run(window, mark=None, ...)``: a window through the backend, cut as finely as a test's short sequences need.
+
+    The backend "flat" is Triton with every window in the form of many rows, in several chunks of a test's narrow heads.
+    """
+    kernels = pytest.importorskip("firetower.ops.attention.kernels")
+    flat = kernels.Form(rows=16, flat=True, columns=8, num_stages=1, num_warps=4)
     monkeypatch.setattr(torch_path, "_CHUNK", 32)
 
     def run_window(w: cases.Window, mark=None, *, out=None, limit=None, **launch):
@@ -27,7 +47,8 @@ def run(backend, monkeypatch):
         if backend == "torch":
             torch_path.window(*arguments)
         else:
-            kernels.window(*arguments, **{"splits": cases.SMALL_SPLITS, **launch})
+            plan = small_plan(w.query, **({"forms": (flat,)} if backend == "flat" else {}))
+            kernels.window(*arguments, **{"plan": plan, **launch})
         return out
 
     return run_window

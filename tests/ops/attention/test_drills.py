@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from firetower.ops.attention import cases, new_kv, reference, torch_path
-from firetower.ops.attention.cases import SMALL_SPLITS, Shape, make_window
+from firetower.ops.attention.cases import Shape, make_window
 from firetower.sensors.marks import Mark, new_panel
 
 kernels = pytest.importorskip("firetower.ops.attention.kernels")
@@ -58,28 +58,32 @@ def faulty_merge(tops, totals, accs):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_g2_merging_an_empty_split(seed, device):
+def test_g2_merging_an_empty_split(seed, small_plan, device):
     """A window whose first token stops where a split ends: the next split holds nothing for it, and for a sequence of
     length 0 every split is empty. An accumulator left unwritten, or -Inf minus -Inf, would make both NaN."""
     acc = torch.randn(8, generator=torch.Generator().manual_seed(seed))
     assert faulty_merge([1.5, -INF], [2.0, 0.0], [acc, torch.full((8,), NAN)]).isnan().all()
     assert faulty_merge([-INF, -INF], [0.0, 0.0], [acc * 0, acc * 0]).isnan().all()
 
-    edge = [32, 64, 96][seed]
+    edge, size, programs = [(32, 32, 16), (64, 64, 4), (128, 64, 4)][seed]
     w = make_window(Shape(width=2), [edge + 1, 0], torch.float32, device, seed=seed)
-    parts = kernels.new_workspace(w.query, 2, 128, SMALL_SPLITS)
+    plan = small_plan(w.query, programs=programs)
+    limit = edge + 64
+    parts = kernels.new_workspace(w.query, 2, limit, plan)
     for x in (parts.acc, parts.top, parts.total):
         x.fill_(NAN)
     out = torch.full_like(w.query, NAN)
     kernels.window(
-        w.query, w.kv, w.block_table, w.seq_lens, w.slot_mapping, w.gate, w.scale, 128, out, None, workspace=parts,
-        splits=SMALL_SPLITS,
+        w.query, w.kv, w.block_table, w.seq_lens, w.slot_mapping, w.gate, w.scale, limit, out, None, workspace=parts,
+        plan=plan,
     )  # fmt: skip
-    split = SMALL_SPLITS.index(edge)
+    part = edge // size
+    assert plan.splits.shares(edge + 1, plan.num_programs(4, 4, 16, limit))[1] == size
     # rows 0 and 1 of each head group are the first token's
-    assert (parts.top[0, :, :2, split] == -INF).all()
-    assert (parts.total[0, :, :2, split] == 0).all()
-    assert (parts.acc[0, :, split, :2] == 0).all()
+    assert (parts.top[0, :, :2, part] == -INF).all()
+    assert (parts.total[0, :, :2, part] == 0).all()
+    assert (parts.acc[0, :, part, :2] == 0).all()
+    assert parts.top[0, :, 2:, part].isfinite().all()
     expected = reference.window(
         w.query, w.kv, w.block_table, w.seq_lens, scale=w.scale, slot_mapping=w.slot_mapping, gate=w.gate
     )

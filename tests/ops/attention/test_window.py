@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from firetower.core.errors import ConfigError
 from firetower.ops.attention import cases, new_kv, reference, window
-from firetower.ops.attention.cases import SMALL_SPLITS, Shape, make_window
+from firetower.ops.attention.cases import Shape, make_window
 from firetower.ops.registry import REGISTRY
 from firetower.sensors.marks import Mark, mark_rows, new_panel
 
@@ -20,6 +20,12 @@ kernels = pytest.importorskip("firetower.ops.attention.kernels")
 NAN, INF = float("nan"), float("inf")
 LENGTHS = (70, 3)
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of NaNs in the interpreter
+
+
+@pytest.fixture(params=["torch", "triton", "flat"])
+def backend(request):
+    """Of `run`."""
+    return request.param
 
 
 def truth(w):
@@ -56,7 +62,7 @@ def assert_same(a, b, backend, device):
 def test_matches_the_reference(run, backend, shape, length, device, kernel_dtypes, assert_close):
     lengths = [length, max(1, length // 2)][: shape.num_sequences]
     dtypes = (*kernel_dtypes, torch.bfloat16)
-    if backend == "triton":
+    if backend != "torch":
         # the interpreter takes 5 ms a program
         dtypes = kernel_dtypes if device == "cuda" else kernel_dtypes[length % 2 :][:1]
     for dtype in dtypes:
@@ -135,7 +141,7 @@ def test_a_rows_bits_depend_on_nothing_else(run, backend, width, device, kernel_
         assert torch.equal(run(w, limit=97), whole)
 
 
-@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["torch", *(pytest.param(x, marks=pytest.mark.slow) for x in ("triton", "flat"))])
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lengths=st.lists(st.integers(0, 140), min_size=1, max_size=2),
@@ -275,32 +281,77 @@ def test_marks_what_is_stored_and_changes_no_bit(run, device, kernel_dtypes):
         assert torch.equal(words[0], words[1])
 
 
-def test_every_partial_sum_is_written_before_it_is_read(device, kernel_dtypes):
+def test_every_partial_sum_is_written_before_it_is_read(small_plan, device, kernel_dtypes):
     """Workspaces of two fillings, repeats: the same bits."""
     w = make_window(Shape(), LENGTHS, kernel_dtypes[-1], device)
     results = []
+    plan = small_plan(w.query)
     for fill in (NAN, 3.0, NAN):
-        parts = kernels.new_workspace(w.query, 2, 80, SMALL_SPLITS)
+        parts = kernels.new_workspace(w.query, 2, 80, plan)
         for x in (parts.acc, parts.top, parts.total):
             x.fill_(fill)
         out = torch.full_like(w.query, fill)
         kernels.window(
             w.query, w.kv, w.block_table, w.seq_lens, w.slot_mapping, w.gate, w.scale, 80, out, None, workspace=parts,
-            splits=SMALL_SPLITS,
+            plan=plan,
         )  # fmt: skip
         results.append(out)
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
 
 
-def test_the_default_cut_and_tile_of_many_heads(device, assert_close):
-    """Sixteen query heads of one key head: two tiles of rows for a window of 5."""
+@pytest.mark.parametrize("lengths", [(70, 3), (200, 65)], ids=str)
+def test_the_number_of_programs_changes_no_bit(small_plan, lengths, device, kernel_dtypes):
+    """One program that writes splits, some that write units, as many as there are units."""
+    w = make_window(Shape(num_heads=2), lengths, kernel_dtypes[-1], device)
+    results = []
+    for programs in (1, 12, 16, 100):
+        out = torch.full_like(w.query, NAN)
+        kernels.window(
+            w.query, w.kv, w.block_table, w.seq_lens, w.slot_mapping, w.gate, w.scale, 208, out, None,
+            plan=small_plan(w.query, programs=programs),
+        )  # fmt: skip
+        results.append(out)
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+def test_the_number_of_programs_follows_the_work():
+    """Never more than units; whole waves; as many shares as cost little where there is work for many."""
+    plan = kernels.PLANS[2]
+    unit, at_once = plan.splits.unit_tokens, plan.programs
+    assert plan.num_programs(2, 8, 256, 1) == 1
+    assert plan.num_programs(2, 8, 256, 10 * unit) == 10
+    assert plan.num_programs(10 * at_once, 8, 256, 10**6) <= plan.max_waves
+    for heads, tokens in ((2, 10**6), (64, 10**5), (64, 8192), (7, 33333)):
+        count = plan.num_programs(heads, 8, 256, tokens)
+        assert heads * count <= plan.max_waves * at_once
+        share, _ = plan.splits.shares(tokens, count)
+        # two thirds of the places of a wave, or more
+        assert heads * -(-tokens // share) >= at_once * 2 // 3
+
+
+@pytest.mark.parametrize("width", [2, 3])
+def test_windows_of_both_forms_agree(width, device, assert_close):
+    """The default plan of 16 bits, eight heads of one key head: 16 rows upright, 24 flat, in two chunks of columns."""
+    form = kernels.PLANS[2].form(8 * width)
+    assert form.flat == (width == 3)
+    w = make_window(Shape(num_sequences=1, width=3, num_heads=8, num_kv_heads=1, head_dim=160), [300], torch.float16,
+                    device)  # fmt: skip
+    w = only(w, 0, list(range(width)))
+    out = torch.full_like(w.query, NAN)
+    kernels.window(w.query, w.kv, w.block_table, w.seq_lens, w.slot_mapping, w.gate, w.scale, 300, out, None)
+    assert_close("both forms", truth(w), out, cases.RTOL[torch.float16])
+
+
+def test_more_rows_than_a_program_takes(device, assert_close):
+    """Sixteen query heads of one key head: 80 rows for a window of 5, in two row tiles."""
     shape = Shape(num_sequences=1, width=5, num_heads=16, num_kv_heads=1)
-    assert kernels.block_m_for(16) == kernels.block_m_for(8) == 64
-    w = make_window(shape, [150], torch.float32, device)
+    plan = kernels.PLANS[2]
+    assert plan.form(80).rows < 80
+    w = make_window(shape, [150], torch.float16, device)
     out = torch.full_like(w.query, NAN)
     kernels.window(w.query, w.kv, w.block_table, w.seq_lens, w.slot_mapping, w.gate, w.scale, 160, out, None)
-    assert_close("two tiles", truth(w), out, cases.RTOL[torch.float32])
+    assert_close("two row tiles", truth(w), out, cases.RTOL[torch.float16])
 
 
 @pytest.mark.parametrize(

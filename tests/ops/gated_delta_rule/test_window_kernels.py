@@ -283,9 +283,7 @@ def test_without_norm_and_with_keys_of_any_size(device, assert_close):
     assert_close("no norm", expected, run(case.state, case.slots, case.tensors(), 0, use_l2norm=False), 2e-6)
     for size in (3e37, 1e19, 1e-4, 1e-30, 0.0):
         tensors = (case.q * size, case.k * size, *case.tensors()[2:])
-        expected = window_reference(
-            *(x.double() for x in tensors), truth, state_slots=case.slots, num_accepted=[0, 0]
-        )
+        expected = window_reference(*(x.double() for x in tensors), truth, state_slots=case.slots, num_accepted=[0, 0])
         assert_close(f"norm of {size}", expected, run(case.state, case.slots, tensors, 0), 2e-6)
 
 

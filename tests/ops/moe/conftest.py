@@ -10,7 +10,7 @@ import torch
 import firetower.ops.moe  # noqa: F401 - registers its kernels before the first choice
 from firetower.ops.registry import REGISTRY
 
-PARTS = ("logits", "router", "plan", "gate_up", "down", "combine")
+PARTS = ("logits", "router", "plan", "route_plan", "gate_up", "down", "combine")
 
 
 @pytest.fixture(params=["torch", "triton"])

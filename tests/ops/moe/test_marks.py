@@ -111,6 +111,54 @@ def test_words_are_those_of_mark_rows_on_what_was_stored(block_m, backend, devic
         assert row_of(read(panel), "gate") == row_of(read(panel), "swiglu")
 
 
+PLACES = ("shares", "act", "rows")
+
+
+@pytest.mark.parametrize("place", [*PLACES, "all", "none"])
+@pytest.mark.parametrize("bad", [NAN, float("inf"), float("-inf")], ids=str)
+def test_what_was_not_checked_where_it_was_stored_is_marked_by_the_sum(place, bad, backend, device, kernel_dtypes):
+    """Words of weights, activations and rows against `mark_rows`, behind a weight of 0, a closed gate and a pad."""
+    dtype = kernel_dtypes[-1]
+    x, weights, _ = example(device, 6, dtype)
+    row_ids = torch.tensor([3, -1, NUM_ROWS - 1, 0, 6, 5], dtype=torch.int32, device=device)
+    ids = cases.random_ids(6, SHAPE, 4, device)
+    ids[5, 0] = SHAPE.num_experts
+    plan = moe.plan(ids, SHAPE.num_experts, block_m=16, has_shared=True, row_ids=row_ids)
+    slots, shares = plan.num_slots, torch.full((6, SHAPE.top_k), 0.5, device=device)
+    shares[2, 1] = 0.0
+    gate = torch.tensor([0.0, 0.0, 0.0, -200.0, 0.0, 0.0], device=device)
+    written = (moe.row_map(plan)[:, 2] >= 0)[:, None]
+
+    act = torch.full((plan.num_pairs, SHAPE.inner), NAN, dtype=dtype, device=device)
+    rows = torch.full((plan.num_pairs, SHAPE.hidden), NAN, dtype=dtype, device=device)
+    moe.gate_up(x, weights.gate_up_proj, plan, shared=weights.shared, out=act)
+    chosen = PLACES if place == "all" else (place,)
+    if "act" in chosen:
+        act[2 * slots + 1, 3], act[3 * slots + SHAPE.top_k, 0], act[4 * slots, SHAPE.inner - 1] = bad, bad, bad
+    moe.down(act, weights.down_proj, plan, shared=weights.shared, out=rows)
+    if "rows" in chosen:
+        rows[0, SHAPE.hidden - 1], rows[2 * slots + 1, 5], rows[3 * slots + SHAPE.top_k, 7] = bad, bad, bad
+    if "shares" in chosen:
+        shares[0, 1], shares[1, 0], shares[5, 0] = bad, bad, bad
+
+    panel, marks = all_marks(device)
+    late = dataclasses.replace(marks, routed=None)
+    given = {"shared_logits": gate, "row_ids": row_ids}
+    out = moe.combine(rows, shares, ids, plan, act=act, marks=late, **given)
+    expected, wanted = all_marks(device)
+    for stage, stored, names in (
+        ("router", shares, row_ids),
+        ("swiglu", torch.where(written, act, 0), plan.row_ids),
+        ("down", torch.where(written, rows, 0), plan.row_ids),
+        ("output", out, row_ids),
+    ):
+        mark_rows(stored, dataclasses.replace(getattr(wanted, stage), row_ids=names))
+    off = moe.combine(rows, shares, ids, plan, **given)
+    assert torch.equal(out.view(torch.uint8), off.view(torch.uint8))
+    assert torch.equal(panel, expected), (panel - expected).nonzero().flatten().tolist()
+    assert read(panel).is_clean == (place == "none")
+
+
 def test_row_words_without_the_stages_that_are_not_stored(backend, device):
     x, weights, row_ids = example(device, 5)
     row_ids[4] = -1

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
-import struct
+from itertools import chain
 
 import pytest
 
@@ -13,12 +14,8 @@ from firetower.ops.quant.kinds import IQ4_VALUES
 LOW = 0xFFFFFFFF
 
 
-def as_float(bits: int) -> float:
-    return struct.unpack("<f", struct.pack("<I", bits))[0]
-
-
-def as_bits(value: float) -> int:
-    return struct.unpack("<I", struct.pack("<f", value))[0]
+def signed(byte: int) -> int:
+    return byte - 256 if byte > 127 else byte
 
 
 def permute(a: int, b: int, selector: int) -> int:
@@ -26,6 +23,12 @@ def permute(a: int, b: int, selector: int) -> int:
     nibbles = [selector >> 4 * i & 15 for i in range(4)]
     assert all(n < 8 for n in nibbles), "the sign mode is not used"
     return int.from_bytes(bytes(source[n] for n in nibbles), "little")
+
+
+def sum_of_products(is_a_signed: bool, is_b_signed: bool, a: int, b: int, total: int) -> int:
+    pairs = zip(a.to_bytes(4, "little"), b.to_bytes(4, "little"), strict=True)
+    found = total + sum((signed(p) if is_a_signed else p) * (signed(q) if is_b_signed else q) for p, q in pairs)
+    return found & LOW
 
 
 OPERATIONS = {
@@ -36,7 +39,11 @@ OPERATIONS = {
     "shl.b32": lambda a, b: a << b & LOW,
     "shr.u32": lambda a, b: a >> b,
     "prmt.b32": permute,
-    "sub.f32": lambda a, b: as_bits(as_float(a) - as_float(b)),
+    **{
+        f"dp4a.{a}.{b}": functools.partial(sum_of_products, a == "s32", b == "s32")
+        for a in ("s32", "u32")
+        for b in ("s32", "u32")
+    },
 }
 
 
@@ -45,8 +52,6 @@ def run(text: str, inputs: dict[str, int]) -> dict[str, int]:
     registers = dict(inputs)
 
     def value(name: str) -> int:
-        if name.startswith("0f"):
-            return int(name[2:], 16)
         return int(name, 0) if name[0].isdigit() else registers[name]
 
     for line in text.strip("{}\n").splitlines():
@@ -64,10 +69,6 @@ def run(text: str, inputs: dict[str, int]) -> dict[str, int]:
     return registers
 
 
-def floats(registers: dict[str, int], num: int) -> list[float]:
-    return [as_float(registers[f"${i}"]) for i in range(num)]
-
-
 WORDS = [[b, b ^ 0x5A, 255 - b, b * 7 & 255] for b in range(256)]
 
 
@@ -75,38 +76,20 @@ def word(bytes_: list[int]) -> int:
     return int.from_bytes(bytes(bytes_), "little")
 
 
-@pytest.mark.parametrize("bytes_", WORDS[::3] + WORDS[-1:], ids=str)
-def test_four_bits(bytes_):
-    found = floats(run(assembly.NIBBLES, {"$8": word(bytes_)}), 8)
-    assert found == [b & 15 for b in bytes_] + [b >> 4 for b in bytes_]
-    found = floats(run(assembly.table(IQ4_VALUES), {"$8": word(bytes_)}), 8)
-    assert found == [IQ4_VALUES[b & 15] for b in bytes_] + [IQ4_VALUES[b >> 4] for b in bytes_]
-
-
-def test_signed_bytes():
-    for bytes_ in WORDS:
-        found = floats(run(assembly.BYTES, {"$4": word(bytes_)}), 4)
-        assert found == [b - 256 if b > 127 else b for b in bytes_]
-
-
-@pytest.mark.parametrize("shifts", [[0, 0, 0, 0], [2, 2, 2, 2], [4, 4, 4, 4], [6, 6, 6, 6], [0, 2, 4, 6]], ids=str)
-def test_five_bits(shifts):
-    for bytes_, tops in zip(WORDS, reversed(WORDS), strict=True):
-        given = {"$8": word(bytes_), "$9": word(tops)} | {f"${10 + i}": s for i, s in enumerate(shifts)}
-        found = floats(run(assembly.FIVE_BITS, given), 8)
-        low = [b & 15 | (t >> s & 1) << 4 for b, t, s in zip(bytes_, tops, shifts, strict=True)]
-        high = [b >> 4 | (t >> s + 1 & 1) << 4 for b, t, s in zip(bytes_, tops, shifts, strict=True)]
-        assert found == low + high
-
-
-@pytest.mark.parametrize("shifts", [[0, 0, 0, 0], [2, 2, 2, 2], [0, 2, 2, 0]], ids=str)
-def test_six_bits(shifts):
-    for bytes_, tops in zip(WORDS, reversed(WORDS), strict=True):
-        given = {"$8": word(bytes_), "$9": word(tops)} | {f"${10 + i}": s for i, s in enumerate(shifts)}
-        found = floats(run(assembly.SIX_BITS, given), 8)
-        low = [(b & 15 | (t >> s & 3) << 4) - 32 for b, t, s in zip(bytes_, tops, shifts, strict=True)]
-        high = [(b >> 4 | (t >> s + 4 & 3) << 4) - 32 for b, t, s in zip(bytes_, tops, shifts, strict=True)]
-        assert found == low + high
+@pytest.mark.parametrize("mask", [None, 0x0F0F0F0F, 0xF0F0F0F0], ids=["all", "low", "high"])
+@pytest.mark.parametrize("x", ["s32", "u32"])
+@pytest.mark.parametrize("codes", ["s32", "u32"])
+def test_dot_of_sixteen(codes, x, mask):
+    text = assembly.dot(codes, x, mask)
+    byte_mask = 255 if mask is None else mask & 255
+    for at in range(0, 256, 4):
+        left, right = WORDS[at : at + 4], WORDS[255 - at : 251 - at if at < 252 else None : -1]
+        given = {f"${1 + i}": word(w) for i, w in enumerate(left)} | {f"${5 + i}": word(w) for i, w in enumerate(right)}
+        expected = -1234
+        for p, q in zip(chain.from_iterable(left), chain.from_iterable(right), strict=True):
+            code = p & byte_mask
+            expected += (signed(code) if codes == "s32" else code) * (signed(q) if x == "s32" else q)
+        assert run(text, given | {"$9": -1234 & LOW})["$0"] == expected & LOW
 
 
 def test_lookup_of_four_codes():

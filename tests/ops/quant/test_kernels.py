@@ -19,6 +19,12 @@ every_kind = pytest.mark.parametrize("kind", cases.ALL, ids=lambda k: k.name)
 ROWS = 20
 
 
+@pytest.fixture(autouse=True)
+def one_tile(monkeypatch):
+    """The interpreter is slow: all rows in one program, but where a test asks for more."""
+    monkeypatch.setattr(kernels, "_ROWS", 32)
+
+
 def blocks_of(kind, num: int) -> int:
     """Columns of a row of ``num`` superblocks, or as many small blocks less one."""
     return num * 256 if kind.block_elements == 256 else num * 256 - 32
@@ -74,6 +80,53 @@ def test_a_token_has_the_same_bits_alone_and_in_company(device, kind):
     assert torch.equal(linear(x[1:2], raw, kind)[0], together[1])
     assert torch.equal(linear_q8_1(quantize_q8_1(x[1:2]), raw, kind)[0], quantised[1])
     assert torch.equal(linear(x[1:], raw, kind, fill=7.0), together[1:])
+
+
+@every_kind
+def test_bits_depend_neither_on_the_tile_nor_on_the_width_of_loads(device, monkeypatch, kind):
+    columns = blocks_of(kind, 8)
+    raw, x = cases.random_raw(9, columns, kind, 3, device), cases.inputs(1, columns, 4, device=device)
+    quantised = quantize_q8_1(x)
+    expected = linear(x, raw, kind), linear_q8_1(quantised, raw, kind)
+    monkeypatch.setattr(kernels, "_ROWS", 8)
+    for width in (8, 4) if kind.name == "Q6_K" else (16,):
+        monkeypatch.setattr(kernels, "_SKEW_WIDTH", width)
+        assert torch.equal(linear_q8_1(quantised, raw, kind), expected[1])
+    assert torch.equal(linear(x, raw, kind), expected[0])
+    # four bytes on: words as wide as before are not aligned any more
+    room = torch.zeros(raw.numel() + 4, dtype=torch.uint8, device=device)
+    moved = room[4:].view_as(raw).copy_(raw)
+    assert torch.equal(linear_q8_1(quantised, moved, kind), expected[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", cases.ALL[1:5], ids=lambda k: k.name)
+def test_what_a_split_activation_keeps(device, dtype, kind):
+    """Three bytes and a step of a power of two: all of a bf16 down to 2**-14 of the largest, 21 bits of an fp32."""
+    columns = 256
+    x = cases.inputs(3, columns, 5, dtype, device)
+    x[0, 3], x[0, 40] = 60000.0, 2.0**-14
+    x[1, :32], x[1, 32:64], x[1, 64:96] = 0.0, -3e4, 2.0**-24
+    x[2, 5] = -0.0
+    parts, step, total = kernels.split(x, kind)
+    runs = parts.view(3, 3, -1, 16).cpu().long()
+    value = (runs[:, 2] << 16) + ((runs[:, 1] & 255) << 8) + (runs[:, 0] & 255)
+    # lane by lane: where a lane's runs stand among those of all
+    if kind.name == "Q6_K":
+        runs_of_lanes = [[8 * half + 2 * slot + odd for slot in range(4)] for half in range(2) for odd in range(2)]
+    else:
+        num = 2 if kind.block_elements == 32 else 4
+        runs_of_lanes = [[num * lane + slot for slot in range(num)] for lane in range(columns // 16 // num)]
+    stored = [run for slot in zip(*runs_of_lanes, strict=True) for run in slot]
+    order = [stored.index(run) for run in range(columns // 16)]
+    back = value[:, order].reshape(3, -1, 32).double() * step.cpu().double()[..., None]
+    given = x.cpu().double().view(3, -1, 32)
+    largest = given.abs().amax(-1, keepdim=True)
+    assert ((back - given).abs() <= largest * 2.0**-22).all()
+    if dtype is torch.bfloat16:
+        near = given.abs() >= largest * 2.0**-14
+        assert torch.equal(back[near], given[near])
+    assert torch.allclose(total.cpu().double(), back.sum(-1), rtol=1e-7, atol=0)
 
 
 @every_kind

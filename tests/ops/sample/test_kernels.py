@@ -13,7 +13,7 @@ from firetower.sensors.marks import Mark, new_panel
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402 - after the skip
 
-from firetower.ops.sample import kernels  # noqa: E402 - needs Triton
+from firetower.ops.sample import kernels, scores, search  # noqa: E402 - needs Triton
 
 # the interpreter is NumPy, which warns where a NaN or an Inf is computed with; both are planted here
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -24,8 +24,8 @@ FIELDS = ("tokens", "events", "logprobs", "top_ids", "top_logprobs")
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     monkeypatch.setattr(torch_path, "TILE", 32)
-    monkeypatch.setattr(kernels, "_SELECT_TILE", 32)
-    monkeypatch.setattr(kernels, "_SPLITS", 1)
+    monkeypatch.setattr(search, "GROUP", 8)
+    monkeypatch.setattr(search, "_LIST_TILE", 16)
 
 
 def full(rows: int, value: float, device: str) -> torch.Tensor:
@@ -53,8 +53,8 @@ def words_kernel(p_words, p_leads, p_seeds, p_positions, num_tiles, TILE: tl.con
     for i in range(num_tiles):
         at = (row * num_tiles + i) * TILE + tl.arange(0, TILE)
         seed, position = tl.load(p_seeds + row), tl.load(p_positions + row)
-        tl.store(p_words + at, kernels.random_words(seed, position, i, TILE).to(tl.int64))
-        tl.store(p_leads + at, kernels.leads(seed, position, i, TILE))
+        tl.store(p_words + at, scores.random_words(seed, position, i, TILE).to(tl.int64))
+        tl.store(p_leads + at, scores.leads(seed, position, i, TILE))
 
 
 @pytest.mark.parametrize("tile", [16, 64])
@@ -108,32 +108,89 @@ def test_both_zeros_are_equal_to_a_filter(device):
     assert set(ours.tokens.tolist()) == {0, 1, 2}
 
 
-def key_of(scores: torch.Tensor) -> torch.Tensor:
-    bits = scores.view(torch.int32).long()
-    return torch.where(bits >= 0, bits + (1 << 31), -1 - bits)
+def place_of(x: torch.Tensor) -> torch.Tensor:
+    bits = x.view(torch.int32)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
-def test_thresholds_are_exact(device, monkeypatch):
-    monkeypatch.setattr(kernels, "_SPLITS", 2)
-    rows, vocab = 4, 75
-    scores = cases.make_logits(rows, vocab, 0, device=device)
-    scores[0] = scores[0].round()
-    scores[1, 30:] = -INF
-    scores[2] *= 1e37
-    scores = torch.where(scores == 0, 0.0, scores)
-    tiles = torch_path.in_tiles(scores, -INF).amax(-1)
-    floats = torch.stack([tiles] * 4, 1).contiguous()
+def scanned(logits, params):
+    """What a scan would leave, by PyTorch: maxima of tiles, of groups, shares of the mass."""
+    tiles = torch_path.in_tiles(logits, -INF)
+    tops = tiles.amax(-1)
+    groups = tiles.unflatten(-1, (-1, search.GROUP)).amax(-1).flatten(1).contiguous()
+    base = torch.where(tops > -INF, tops, 0.0)
+    shares = ((tiles - base[..., None]) / params.temperature[:, None, None]).exp().sum(-1)
+    return torch.stack([tops] * 4, 1).contiguous(), groups, shares
+
+
+def thresholds(logits, params):
+    return search.thresholds(logits, params, *scanned(logits, params), torch_path.TILE)
+
+
+def rows_of_every_kind(vocab, device):
+    """Normal, tied, nearly all banned, huge, flat and steep rows."""
+    logits = cases.make_logits(6, vocab, 0, device=device)
+    logits[0] = logits[0].round()
+    logits[1, 5:] = -INF
+    logits[2] *= 1e37
+    logits[3] = 2.5
+    logits[4] *= 1e-6
+    logits[5] *= 8
+    return torch.where(logits == 0, 0.0, logits)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p"),
+    [
+        ([5, 40, 1, 74, 3, 2], None),
+        ([60, 3, 73, 1, 30, 9], None),
+        (None, [0.6, 0.9, 0.3, 0.2, 0.99, 0.9]),
+        (None, [0.0, 1e-6, 0.999, 0.5, 0.05, 0.9999]),
+        ([9, 0, 75, 20, 50, 3], [0.6, 0.9, 0.3, 1.0, 0.97, 0.999]),
+    ],
+    ids=["few", "many", "share", "shares at the ends", "both"],
+)
+def test_thresholds_are_exact(device, top_k, top_p):
+    vocab = 75
+    logits = rows_of_every_kind(vocab, device)
     params = SampleParams(
-        temperature=full(rows, 0.8, device),
-        top_k=torch.tensor([5, 40, 1, 74], dtype=torch.int32, device=device),
-        top_p=torch.tensor([0.6, 0.9, 0.3, 0.2], device=device),
+        temperature=full(6, 0.8, device),
+        top_k=None if top_k is None else torch.tensor(top_k, dtype=torch.int32, device=device),
+        top_p=None if top_p is None else torch.tensor(top_p, device=device),
     )
-    by_count, by_mass = kernels.thresholds(scores, floats, params)
-    ordered = scores.sort(descending=True).values
-    kth = ordered.gather(1, params.top_k[:, None].long() - 1)
-    assert torch.equal(by_count[:, 0], key_of(kth)[:, 0])
-    keep = key_of(scores) >= torch.maximum(by_count[:, :1], by_mass[:, :1])
-    assert torch.equal(keep & (scores > -INF), torch_path.kept(scores, params, scores))
+    found = thresholds(logits, params)
+    ordered = logits.sort(descending=True).values
+    for row in range(6):
+        k = 0 if top_k is None else top_k[row]
+        if 0 < k < vocab and ordered[row, k - 1] > -INF:
+            assert found[row, 0] == place_of(ordered[row, k - 1 : k])[0]
+    keep = place_of(logits) >= found.amax(-1, keepdim=True)
+    assert torch.equal(keep & (logits > -INF), torch_path.kept(logits, params, logits))
+
+
+@pytest.mark.parametrize("share", [0.3, 0.9, 0.999])
+def test_mass_is_exact_at_any_temperature(device, share):
+    logits = cases.make_logits(4, 75, 1, torch.bfloat16, device).float()
+    temperature = torch.tensor([0.05, 0.7, 3.0, 3e38], device=device)
+    params = SampleParams(temperature=temperature, top_p=full(4, share, device))
+    keep = place_of(logits) >= thresholds(logits, params)[:, 1:]
+    assert torch.equal(keep, torch_path.kept(logits, params, logits))
+
+
+def test_bounds_leave_few_scores(device):
+    """Else the search would be right and slow."""
+    rows, vocab = 3, 90
+    logits = cases.make_logits(rows, vocab, 2, device=device)
+    logits[2] *= 4
+    top_k, top_p = torch.tensor([4, 8, 0], dtype=torch.int32, device=device), full(rows, 0.8, device)
+    params = SampleParams(temperature=full(rows, 0.7, device), top_k=top_k, top_p=top_p)
+    bound, num = search.bounds(params, *scanned(logits, params), vocab)
+    above = (place_of(logits) >= bound[:, None]).sum(-1)
+    kept = torch_path.kept(logits, SampleParams(temperature=params.temperature, top_p=top_p), logits).sum(-1)
+    assert num.tolist() == [0] * rows
+    assert 4 <= above[0] <= 12
+    assert 8 <= above[1] <= 24
+    assert kept[2] <= above[2] <= 12
 
 
 def test_events_pads_and_huge_values(device):

@@ -9,8 +9,8 @@ Numerics, all backends:
 - A NaN in a query burns its row and head; in a key, every row from its token on, of the heads that read it; in a value,
   one column of those rows. Rows before it, other sequences and pads keep their bits. Nothing beyond a sequence's length
   is read into a result, whatever stands there.
-- Windows are row-invariant: splits of the keys follow absolute position, tiles the number of heads, so that a row's
-  bits depend neither on the batch nor on the length of the window nor on ``max_seq_len``.
+- Windows are row-invariant: tiles, units and splits of the keys follow absolute position, and every form of the kernel
+  sums in one order, so that a row's bits depend neither on the batch nor on the window's length nor on ``max_seq_len``.
 
 Source: Dao et al., "FlashAttention" (2022), algorithm 1, and "Flash-Decoding" (2023) for splits; gate as in
 transformers 5.24, ``Qwen3NextAttention``.

@@ -22,8 +22,8 @@ QUANTISED_RTOL = {torch.int8: 0.02, torch.float8_e4m3fn: 0.06}
 element. Head-room for keys and values together."""
 
 
-SMALL_SPLITS = Splits(base_tokens=32, num_base=2, per_octave=2)
-"""Cuts at 32, 64, 96, 128, 192, ...: every kind of split within 200 tokens."""
+SMALL_SPLITS = Splits(unit_tokens=32, units_per_split=2, max_units=1)
+"""Units and splits within 200 tokens."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

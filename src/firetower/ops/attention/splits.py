@@ -1,7 +1,8 @@
-"""Where a sequence is cut into splits that are summed apart: by absolute position, never by batch or length.
+"""Where a sequence is cut into parts that are summed apart: by absolute position, never by batch or window.
 
-The first `region` tokens are cut evenly and finely, so that a short sequence fills a device; every doubling beyond has
-the same number of splits, so that a long one does not spend its bandwidth on partial sums.
+A *unit* is summed key tile after key tile; a *split* is the sum of its units, one after the other; an answer is the sum
+of its splits, by one tree. That order is the same however many programs share the work: they write units where many are
+needed to fill a device, and splits, of which there are fewer, where not.
 """
 
 from __future__ import annotations
@@ -11,41 +12,32 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Splits:
-    """A rule of cutting.
+    """A rule of cutting, and how it is shared out.
 
     Attributes:
-        base_tokens: size of a split in the first region.
-        num_base: splits of the first region.
-        per_octave: splits of each doubling beyond it; must divide the region.
+        unit_tokens: keys of a unit; a multiple of a key tile.
+        units_per_split: units of a split.
+        max_units: most units that one program writes apart; one that has more takes whole splits.
     """
 
-    base_tokens: int
-    num_base: int
-    per_octave: int
+    unit_tokens: int
+    units_per_split: int
+    max_units: int
 
     @property
-    def region(self) -> int:
-        """Tokens of the first region."""
-        return self.base_tokens * self.num_base
+    def split_tokens(self) -> int:
+        """Keys of a split."""
+        return self.unit_tokens * self.units_per_split
 
-    def index(self, position: int) -> int:
-        """The split that a position is in."""
-        if position < self.region:
-            return position // self.base_tokens
-        octave = (position // self.region).bit_length() - 1
-        begin = self.region << octave
-        return self.num_base + octave * self.per_octave + (position - begin) // self._size(octave)
+    def shares(self, num_tokens: int, num_programs: int) -> tuple[int, int]:
+        """(keys of each program, keys of each part that it writes) for one sequence."""
+        units = -(-num_tokens // self.unit_tokens)
+        share = -(-units // num_programs)
+        if share <= self.max_units:
+            return share * self.unit_tokens, self.unit_tokens
+        return -(-share // self.units_per_split) * self.split_tokens, self.split_tokens
 
-    def bounds(self, index: int) -> tuple[int, int]:
-        """First position of a split, and its number of tokens."""
-        if index < self.num_base:
-            return index * self.base_tokens, self.base_tokens
-        octave, rest = divmod(index - self.num_base, self.per_octave)
-        return (self.region << octave) + rest * self._size(octave), self._size(octave)
-
-    def count(self, num_tokens: int) -> int:
-        """Splits of a sequence."""
-        return self.index(num_tokens - 1) + 1 if num_tokens > 0 else 0
-
-    def _size(self, octave: int) -> int:
-        return (self.region // self.per_octave) << octave
+    def max_parts(self, max_tokens: int, num_programs: int) -> int:
+        """Most parts that a sequence of up to ``max_tokens`` has."""
+        units = -(-max_tokens // self.unit_tokens)
+        return max(min(units, self.max_units * num_programs), -(-max_tokens // self.split_tokens))

@@ -6,6 +6,8 @@ neighbours. On a device it runs all rows at once, without host sync; there the l
 
 from __future__ import annotations
 
+import operator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,6 +20,7 @@ NEVER = 2**31 - 1
 """Position of the first bad key where there is none."""
 
 _CHUNK = 256
+_PLACES = (operator.floordiv, operator.mod)
 _NAN, _INF = float("nan"), float("inf")
 
 
@@ -125,7 +128,9 @@ def window(
         y = torch.zeros_like(rows)
         for i, seen in enumerate(visible.tolist()):
             part = slice(i, i + 1)
-            if seen > 0:
+            if seen > 0 and _reads_whole_pages(kv):
+                y[i] = _attend_on_host(rows[i], kv, table[i].tolist(), scale, min(seen, max_seq_len))
+            elif seen > 0:
                 y[part] = _attend(rows[part], kv, table[part], visible[part], scale, min(seen, max_seq_len))
             if gates is not None:
                 # PyTorch's sigmoid of an element depends on its place in the tensor: vector lanes and rest differ
@@ -157,6 +162,43 @@ def _attend(query: Tensor, kv: PagedKV, table: Tensor, visible: Tensor, scale: f
         acc = acc * keep + torch.matmul(weights, value)
         top = best
     return (acc / total).view(rows, heads, dim)
+
+
+def _reads_whole_pages(kv: PagedKV) -> bool:
+    return not kv.is_quantised and _CHUNK % kv.key.shape[1] == 0
+
+
+def _attend_on_host(query: Tensor, kv: PagedKV, table: list[int], scale: float, length: int) -> Tensor:
+    """`_attend` of one row [H, D] whose pages the host knows: pages are copied whole, and products have one shape."""
+    heads, dim = query.shape
+    num_pages, page_size, num_kv = kv.key.shape[:3]
+    q = (query * scale).view(num_kv, -1, dim)
+    top = q.new_full((*q.shape[:2], 1), -_INF)
+    total, acc = torch.zeros_like(top), torch.zeros_like(q)
+    for begin in range(0, length, _CHUNK):
+        count = min(length - begin, _CHUNK)
+        pages = table[begin // page_size : -(-(begin + count) // page_size)]
+        inside = torch.tensor([page if 0 <= page < num_pages else 0 for page in pages])
+        both = []
+        for x in (kv.key, kv.value):
+            chunk = torch.zeros(_CHUNK, num_kv, dim, dtype=q.dtype)
+            chunk[:count] = x.index_select(0, inside).flatten(0, 1)[:count]
+            both.append(chunk)
+        for i, page in enumerate(pages):
+            if not 0 <= page < num_pages:
+                both[0][i * page_size : min((i + 1) * page_size, count)] = _NAN
+        scores = torch.matmul(q, both[0].permute(1, 2, 0))
+        scores[..., count:] = -_INF
+        best = torch.maximum(top, scores.amax(-1, keepdim=True))
+        # nothing seen yet: -Inf minus -Inf would be NaN
+        shift = torch.where(best == -_INF, 0.0, best)
+        weights = (scores - shift).exp()
+        share, part = weights.sum(-1, keepdim=True), torch.matmul(weights, both[1].transpose(0, 1))
+        if begin:
+            keep = (top - shift).exp()
+            share, part = total * keep + share, acc * keep + part
+        top, total, acc = best, share, part
+    return (acc / total).view(heads, dim)
 
 
 def _gather(
@@ -196,6 +238,8 @@ def quantise(x: Tensor, dtype: torch.dtype, scale_dtype: torch.dtype) -> tuple[T
 
 def write_kv(key: Tensor, value: Tensor, kv: PagedKV, slot_mapping: Tensor, mark: Mark | None) -> None:
     """[T, Hkv, D] twice into the pages; arguments as `firetower.ops.attention.write_kv`."""
+    if key.is_cpu and not kv.is_quantised and _write_on_host(key, value, kv, slot_mapping, mark):
+        return
     slots = slot_mapping.long()
     fits = (slots >= 0) & (slots < kv.num_slots)
     stored = []
@@ -211,6 +255,29 @@ def write_kv(key: Tensor, value: Tensor, kv: PagedKV, slot_mapping: Tensor, mark
     rows = torch.cat(stored, 1)
     rows = torch.where(fits[:, None], rows, torch.where((slots < 0)[:, None], 0.0, _NAN).to(rows.dtype))
     mark_rows(rows, mark)
+
+
+def _write_on_host(key: Tensor, value: Tensor, kv: PagedKV, slot_mapping: Tensor, mark: Mark | None) -> bool:
+    """The same where every slot is known to be a pad or within the pool; pads are left out."""
+    slots = slot_mapping.tolist()
+    real = [i for i, slot in enumerate(slots) if slot >= 0]
+    if any(slot >= kv.num_slots for slot in slots):
+        return False
+    size = kv.key.shape[1]
+    page, offset = (torch.tensor([f(slots[i], size) for i in real], dtype=torch.int64) for f in _PLACES)
+    index = None if len(real) == len(slots) else torch.tensor(real, dtype=torch.int64)
+    stored = []
+    for x, pages in ((key, kv.key), (value, kv.value)):
+        rows = x if index is None else x.index_select(0, index)
+        rows = rows.to(pages.dtype)
+        pages[page, offset] = rows
+        stored.append(rows.flatten(1))
+    if mark is not None:
+        rows = torch.cat(stored, 1)
+        mark_rows(
+            rows if index is None else rows.new_zeros(len(slots), rows.shape[1]).index_copy_(0, index, rows), mark
+        )
+    return True
 
 
 def _scatter(pages: Tensor, slots: Tensor, fits: Tensor, rows: Tensor) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from firetower.ops.activation import silu
+from firetower.ops.causal_conv1d.host_window import mark_committed, put_columns, take_past
 from firetower.sensors.marks import Mark, mark_rows
 
 
@@ -105,6 +106,9 @@ def window(
     """Write ``out`` [B, W, C] and the state; arguments as `firetower.ops.causal_conv1d.causal_conv1d_window`."""
     if x.shape[0] == 0:
         return
+    if x.is_cpu and _runs_on_host(x, weight, bias, conv_state, state_ids, state_ids_out, num_accepted, out, activation,
+                                  mark, mark_state):  # fmt: skip
+        return
     num_past, num_tokens = weight.shape[1] - 1, x.shape[1]
     past, is_lost = _past(conv_state, state_ids, state_ids_out, num_accepted.long(), num_past)
     both = torch.cat((past, x), dim=1)
@@ -113,6 +117,51 @@ def window(
     out.copy_(y)
     mark_rows(out, mark)
     _write(conv_state, state_ids_out, (state_ids >= 0) & ~is_lost, past, x, mark_state)
+
+
+def _runs_on_host(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_state: Tensor,
+    state_ids: Tensor,
+    state_ids_out: Tensor,
+    num_accepted: Tensor,
+    out: Tensor,
+    activation: str | None,
+    mark: Mark | None,
+    mark_state: Mark | None,
+) -> bool:
+    """The step with slots and counts known, if all of them are within the state; the same bits."""
+    num_past, num_slots = weight.shape[1] - 1, conv_state.shape[0]
+    read, write, accepted = state_ids.tolist(), state_ids_out.tolist(), num_accepted.tolist()
+    real = [n for n, slot in enumerate(read) if slot >= 0]
+    room = conv_state.shape[2] - num_past
+    if not real or any(read[n] >= num_slots or write[n] >= num_slots or not 0 <= accepted[n] <= room for n in real):
+        return False
+    if len(real) == len(read):
+        part, into = x, out
+    else:
+        part, into = x.index_select(0, torch.tensor(real)), None
+    past = take_past(conv_state, [read[n] for n in real], [accepted[n] for n in real], num_past)
+    both = torch.cat((past, part), dim=1)
+    y = _convolve([both[:, tap : tap + x.shape[1]] for tap in range(num_past + 1)], weight, bias, activation)
+    if into is None:
+        out.zero_()
+        out.index_copy_(0, torch.tensor(real), y.to(out.dtype))
+    else:
+        into.copy_(y)
+    mark_rows(out, mark)
+    kept = [i for i, n in enumerate(real) if write[n] >= 0]
+    if kept:
+        put_columns(conv_state, [write[real[i]] for i in kept], kept, past, part)
+    if mark_state is not None:
+        whole = past
+        if len(real) < len(read):
+            whole = past.new_zeros(len(read), *past.shape[1:])
+            whole[real] = past
+        mark_committed(whole, [real[i] for i in kept], mark_state)
+    return True
 
 
 def _convolve(taps: list[Tensor], weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:

@@ -2,8 +2,8 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 """Second part of chunked prefill on CUDA: one pass through a sequence's chunks that keeps the state in registers.
 
-It holds the state transposed, [Dv, Dk]: each product's left operand then comes from the registers that the product
-before it wrote, and only what is loaded goes through shared memory. Import needs Triton.
+Every product's left operand is a tile as it was loaded, which a warpgroup's matrix instruction reads from shared memory
+itself; the right one, of few columns, is what the product before it left in registers. Import needs Triton.
 """
 
 from __future__ import annotations
@@ -40,31 +40,23 @@ def _through_chunks(
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, IS_BURNED: tl.constexpr,
 ):  # fmt: skip
-    """The state [BV, BK] after a sequence's tokens, whose outputs are stored, and the largest exponent field of these.
+    """The state [BK, BV] after a sequence's tokens, whose outputs are stored, and the largest exponent field of these.
 
     ``IS_BURNED`` gives an output that is not finite to the token that it is due to, and marks it; everything else runs
     the other way, which costs a sound prompt nothing.
     """
     b_i, b_d = tl.arange(0, C), tl.arange(0, BK)
     b_dv = i_v * BV + tl.arange(0, BV)
-    type = p_k.dtype.element_ty
+    type: tl.constexpr = p_k.dtype.element_ty
     b_is_v = b_dv < DV
-    b_exponent = tl.zeros([BV], tl.int32)
+    b_exponent = tl.zeros([C, BV], tl.int32)
     b_from_k = b_i[:, None] * DK + b_d[None, :]
     b_from_row = b_i[:, None] * C + b_i[None, :]
-    b_from_factors = b_i[:, None] * 4 + tl.arange(0, 4)[None, :]
-    b_one = (tl.arange(0, BV)[:, None] == tl.arange(0, BV)[None, :]).to(p_v.dtype.element_ty)
     next_total = tl.load(p_total, mask=num_local > 0, other=0.0)
     for i_chunk in tl.range(0, tl.cdiv(num_local, C), num_stages=STAGES):
-        b_left = b_s.to(type)
+        b_state = kernels.operand(b_s, type, PRECISION)
         b_k = _head_tile(p_k + b_from_k, b_d, DK, BK)
-        b_read = tl.dot(b_left, tl.trans(b_k).to(type), input_precision=PRECISION)
-        b_q = _head_tile(p_q + b_from_k, b_d, DK, BK)
-        b_o = tl.dot(b_left, tl.trans(b_q).to(type), input_precision=PRECISION)
-        b_factors = tl.load(p_factors + b_from_factors)
-        b_in_and_end, b_out_and_beta = tl.split(tl.reshape(b_factors, (C, 2, 2)))
-        b_in, b_end = tl.split(b_in_and_end)
-        b_out, b_beta = tl.split(b_out_and_beta)
+        b_read = tl.dot(b_k, b_state, input_precision=PRECISION)
         b_is_token = b_i < num_local - i_chunk * C
         b_mask_v = b_is_token[:, None] & b_is_v[None, :]
         b_v = tl.load(p_v + b_i[:, None] * v_stride + b_dv[None, :], mask=b_mask_v, other=0.0)
@@ -72,41 +64,41 @@ def _through_chunks(
             b_is_bad = (tl.abs(b_v.to(tl.float32)) < float("inf")) == 0
             b_first_bad = tl.min(tl.where(b_is_bad, b_i[:, None], C), 0)
             b_v = tl.where(b_is_bad, 0.0, b_v)
-        # times one in float32 is exact, and transposes on the way; a bad value reaches more columns, which the second
-        # run puts right
-        b_residual = tl.dot(b_one, tl.trans(b_v), -(b_read * b_in[None, :]), input_precision=PRECISION)
-        # the solution's unit diagonal is exact in bfloat16, and rounds nothing that beta has rounded already
-        b_residual *= b_beta[None, :]
-        b_o *= b_out[None, :]
+        # beta on the residual: the solution's unit diagonal is exact in bfloat16
+        b_in, b_beta = tl.load(p_factors + b_i * 4)[:, None], tl.load(p_factors + b_i * 4 + 3)[:, None]
+        b_residual = (b_v.to(tl.float32) - b_read * b_in) * b_beta
         b_solve = tl.load(p_solve + b_from_row)
+        b_new = tl.dot(b_solve, kernels.operand(b_residual, type, PRECISION), input_precision=PRECISION)
+        b_q = _head_tile(p_q + b_from_k, b_d, DK, BK)
+        b_o = tl.dot(b_q, b_state, input_precision=PRECISION)
+        b_o *= tl.load(p_factors + b_i * 4 + 1)[:, None]
         b_scores = tl.load(p_scores + b_from_row)
+        b_o = tl.dot(b_scores, kernels.operand(b_new, type, PRECISION), b_o, input_precision=PRECISION)
+        total = next_total
+        b_new *= tl.load(p_factors + b_i * 4 + 2)[:, None]
+        b_s = tl.dot(tl.trans(b_k), kernels.operand(b_new, type, PRECISION), b_s * total, input_precision=PRECISION)
         p_k += HK * C * DK
         p_q += HK * C * DK
         p_solve += HV * C * C
         p_scores += HV * C * C
         p_factors += HV * C * 4
         p_total += HV
-        total = next_total
         next_total = tl.load(p_total, mask=(i_chunk + 1) * C < num_local, other=0.0)
-        b_new = tl.dot(b_residual.to(type), tl.trans(b_solve).to(type), input_precision=PRECISION)
-        b_o = tl.dot(b_new.to(type), tl.trans(b_scores).to(type), b_o, input_precision=PRECISION)
-        b_s = tl.dot((b_new * b_end[None, :]).to(type), b_k, b_s * total, input_precision=PRECISION)
         if IS_BURNED:
-            b_o = tl.where(b_i[None, :] >= b_first_bad[:, None], float("nan"), b_o)
-            b_s = tl.where((b_first_bad < C)[:, None], float("nan"), b_s)
+            b_o = tl.where(b_i[:, None] >= b_first_bad[None, :], float("nan"), b_o)
+            b_s = tl.where((b_first_bad < C)[None, :], float("nan"), b_s)
         b_o = b_o.to(p_o.dtype.element_ty)
-        tl.store(p_o + b_i[:, None] * (HV * DV) + b_dv[None, :], tl.trans(b_o), mask=b_mask_v)
+        tl.store(p_o + b_i[:, None] * (HV * DV) + b_dv[None, :], b_o, mask=b_mask_v)
         p_v += C * v_stride
         p_o += C * HV * DV
         if IS_BURNED:
             if p_panel is not None:
-                b_token = (begin + i_chunk * C + b_i)[None, :]
-                b_stored = b_is_token[None, :] & b_is_v[:, None]
-                mark_tile(b_o, b_token, (i_head * DV + b_dv)[:, None], b_stored, HV * DV, p_panel, p_row_ids, slot,
+                b_token = (begin + i_chunk * C + b_i)[:, None]
+                mark_tile(b_o, b_token, (i_head * DV + b_dv)[None, :], b_mask_v, HV * DV, p_panel, p_row_ids, slot,
                           num_signals, num_rows, neg_inf)  # fmt: skip
         else:
-            b_exponent = tl.maximum(b_exponent, tl.max(codes(b_o) & exponent_of(b_o), 1))
-    return b_s, b_exponent
+            b_exponent = tl.maximum(b_exponent, codes(b_o) & exponent_of(b_o))
+    return b_s, tl.max(tl.max(b_exponent, 1), 0)
 
 
 @triton.jit
@@ -154,28 +146,28 @@ def gated_delta_rule_scan_fwd_kernel(
     b_d, b_dv = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
     b_at = (i_sequence.to(tl.int64) * HV + i_head) * (DK * DV) + b_d[:, None] * DV + b_dv[None, :]
     b_mask = (b_d < DK)[:, None] & (b_dv < DV)[None, :]
-    b_s = tl.zeros([BV, BK], tl.float32)
+    b_s = tl.zeros([BK, BV], tl.float32)
     if p_initial is not None:
-        b_s = tl.trans(tl.load(p_initial + b_at, mask=b_mask, other=0.0))
+        b_s = tl.load(p_initial + b_at, mask=b_mask, other=0.0)
     first = begin.to(tl.int64)
     to_key_head = first_chunk.to(tl.int64) * HK + i_head // (HV // HK)
     to_value_head = first_chunk.to(tl.int64) * HV + i_head
-    b_s, b_exponent = _through_chunks(
+    b_s, exponent = _through_chunks(
         b_s, p_q + to_key_head * (C * DK), p_k + to_key_head * (C * DK), p_v + first * v_stride + i_head * DV,
         p_solve + to_value_head * (C * C), p_scores + to_value_head * (C * C), p_factors + to_value_head * (C * 4),
         p_total + to_value_head, p_o + (first * HV + i_head) * DV, begin, num_local, v_stride, i_v, i_head,
         p_panel, p_row_ids, slot, num_signals, num_rows, neg_inf,
         HK, HV, DK, DV, BK, BV, C, PRECISION, STAGES, IS_BURNED)  # fmt: skip
     if p_final is not None:
-        tl.store(p_final + b_at, tl.trans(b_s), mask=b_mask)
+        tl.store(p_final + b_at, b_s, mask=b_mask)
     if IS_BURNED:
         if p_state_panel is not None:
-            b_column = i_head * (DK * DV) + b_d[None, :] * DV + b_dv[:, None]
-            mark_tile(b_s, i_sequence + b_column * 0, b_column, tl.trans(b_mask), HV * DK * DV, p_state_panel,
+            b_column = i_head * (DK * DV) + b_d[:, None] * DV + b_dv[None, :]
+            mark_tile(b_s, i_sequence + b_column * 0, b_column, b_mask, HV * DK * DV, p_state_panel,
                       p_state_row_ids, state_slot, state_num_signals, state_num_rows, state_neg_inf)  # fmt: skip
     else:
         is_bad_state = tl.max(tl.max(codes(b_s) & 0x7F800000, 1), 0) == 0x7F800000
-        is_bad_output = tl.max(b_exponent, 0) == exponent_of(tl.zeros([1], p_o.dtype.element_ty))
+        is_bad_output = exponent == exponent_of(tl.zeros([1], p_o.dtype.element_ty))
         tl.store(p_is_burned + i_program, (is_bad_state | is_bad_output).to(tl.int32))
         if p_cu_seqlens is not None:
             # tokens behind the last sequence: pads

@@ -1,10 +1,11 @@
 # ruff: noqa: N803 - compile-time arguments of kernels are upper case, as in Triton's own code
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-"""The window of the gated delta rule in Triton: one launch reads each state once and writes it once.
+"""The window of the gated delta rule in Triton: what does not depend on the state, once for each token; then a launch
+that reads each state once and writes it once.
 
-A program owns some columns of one head's state and keeps them in registers, token after token. The order of every sum
-is fixed by the sizes of a head alone, and each token goes through the same instructions whether it is read as pending
-or as new, so that neither the number of rows nor the way tokens are cut into windows changes a bit.
+A program of the second owns some columns of one head's state and keeps them in registers, token after token. The order
+of every sum is fixed by the sizes of a head alone, and each token goes through the same instructions whether it is read
+as pending or as new, so that neither the number of rows nor the way tokens are cut into windows changes a bit.
 
 The sensors cost next to nothing while all is finite: an output is finite only if every element of its column of the
 state is, and was before. A program reads back the few outputs that it stored, and its state only if one is not finite.
@@ -16,15 +17,16 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from firetower.ops.gated_delta_rule.window_state import WindowState
+from firetower.ops.overlap import overlap_options
 from firetower.sensors.mark_tile import mark_ran, mark_tile
 from firetower.sensors.marks import Mark, mark_arguments
 
 COLUMNS, MAX_REGISTERS = 16, 128
-"""Columns of a program, which is one warp, and registers of a thread. Of the trials of benchmarks/ops/gdn_window.py on
-an H200: 16 columns took 7.7 us for one request and 450 for 256, 32 columns 10.2 and 469. One warp needs no barrier to
-sum over Dk. Bits depend on it, so that it never depends on N."""
+"""Columns of a program, which is one warp, and registers of a thread; others are timed by benchmarks/ops/gdn_window.py.
+One warp needs no barrier to sum over Dk. Bits depend on the columns, so that these never depend on N."""
 
 MARK_ROWS = 8
 """Rows of a state that the rare path reads back at once: few, or its registers would be the kernel's."""
@@ -76,14 +78,17 @@ def _store(p_x, b_x, b_mask, EVEN: tl.constexpr):
 
 @triton.jit
 def _normed(b_x, factor, L2NORM: tl.constexpr):
-    """``factor * x / sqrt(sum(x^2) + 1e-6)``; above 2^60 scaled down by a power of two first. An Inf gives NaN."""
+    """``factor * x / sqrt(sum(x^2) + 1e-6)`` of each row; above 2^60 scaled down by a power of two first. An Inf gives
+    NaN."""
     b_x = b_x.to(tl.float32)
     if L2NORM:
-        exponent = tl.max(b_x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0) >> 23
-        down = tl.where(exponent > 187, (255 - exponent) << 23, 0x3F800000).to(tl.float32, bitcast=True)
-        b_x = b_x * down
-        factor *= tl.rsqrt(tl.sum(b_x * b_x, axis=0) + 1e-6 * down * down)
-    return b_x * factor
+        b_exponent = tl.max(b_x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1) >> 23
+        b_down = tl.where(b_exponent > 187, (255 - b_exponent) << 23, 0x3F800000).to(tl.float32, bitcast=True)
+        b_x = b_x * b_down[:, None]
+        b_x *= (factor * tl.rsqrt(tl.sum(b_x * b_x, axis=1) + 1e-6 * b_down * b_down))[:, None]
+    else:
+        b_x *= factor
+    return b_x
 
 
 @triton.jit
@@ -100,20 +105,79 @@ def _delta_step(b_state, b_k, b_v, decay, beta):
     return tl.fma(b_k, (beta * (b_v.to(tl.float32) - b_read))[None, :], b_state)
 
 
+@triton.jit(do_not_specialize=["scale", "num_slots", "num_tokens"])
+def gated_delta_rule_window_tokens_fwd_kernel(
+    p_q, p_k, p_v, p_g, p_beta, p_q_out, p_decay, p_pending_k, p_pending_v, p_pending_g, p_pending_beta, p_num_pending,
+    p_side, p_state_slots, row_q, token_q, row_k, token_k, row_v, token_v, scale, num_slots, num_tokens,
+    NUM_K_HEADS: tl.constexpr, NUM_V_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    MAX_WINDOW: tl.constexpr, WINDOW: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_H: tl.constexpr, L2NORM: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (Hk, N): the window as pending in the other half; q as it is multiplied; decays of pending and new tokens.
+
+    With ``OVERLAP`` the next kernel may start at once: it loads states meanwhile, and then waits for this one.
+
+    Args:
+        p_q_out: fp32 [N, num_tokens, Hk, Dk]. p_decay: fp32 [N, 2, WINDOW, Hv], pending tokens first.
+    """
+    if OVERLAP:
+        gdc_launch_dependents()
+    i_kh, i_n = tl.program_id(0), tl.program_id(1)
+    i_slot = tl.load(p_state_slots + i_n).to(tl.int64)
+    if i_slot >= 0:
+        group: tl.constexpr = NUM_V_HEADS // NUM_K_HEADS
+        side = tl.load(p_side + i_slot).to(tl.int64)
+        clean = side * num_slots + i_slot
+        other = (1 - side) * num_slots + i_slot
+        i_row = i_n.to(tl.int64)
+        b_t, b_d = tl.arange(0, WINDOW)[:, None], tl.arange(0, BLOCK_K)[None, :]
+        in_window = b_t < num_tokens
+        in_k = in_window & (b_d < DK)
+        b_k = tl.load(p_k + i_row * row_k + i_kh * DK + b_t * token_k + b_d, mask=in_k, other=0.0)
+        b_to_k = b_t * (NUM_K_HEADS * DK) + i_kh * DK + b_d
+        tl.store(p_pending_k + other * (MAX_WINDOW * NUM_K_HEADS * DK) + b_to_k, _normed(b_k, 1.0, L2NORM), mask=in_k)
+        b_q = tl.load(p_q + i_row * row_q + i_kh * DK + b_t * token_q + b_d, mask=in_k, other=0.0)
+        b_to_q = i_row * num_tokens * (NUM_K_HEADS * DK) + b_to_k
+        tl.store(p_q_out + b_to_q, _normed(b_q, scale, L2NORM), mask=in_k)
+
+        b_v, b_h = tl.arange(0, BLOCK_V)[None, :], tl.arange(0, BLOCK_H)[None, :]
+        in_v = in_window & (b_v < group * DV)
+        b_values = tl.load(p_v + i_row * row_v + i_kh * (group * DV) + b_t * token_v + b_v, mask=in_v)
+        p_to_v = p_pending_v + other * (MAX_WINDOW * NUM_V_HEADS * DV) + i_kh * (group * DV)
+        tl.store(p_to_v + b_t * (NUM_V_HEADS * DV) + b_v, b_values, mask=in_v)
+
+        b_gate = b_t * NUM_V_HEADS + i_kh * group + b_h
+        in_h = b_h < group
+        in_gates = in_window & in_h
+        from_gates = i_row * num_tokens * NUM_V_HEADS
+        b_g = tl.load(p_g + from_gates + b_gate, mask=in_gates, other=0.0).to(tl.float32)
+        b_beta = tl.load(p_beta + from_gates + b_gate, mask=in_gates, other=0.0)
+        in_pending = (b_t < MAX_WINDOW) & in_h
+        gates: tl.constexpr = MAX_WINDOW * NUM_V_HEADS
+        b_done = tl.load(p_pending_g + clean * gates + b_gate, mask=in_pending, other=0.0)
+        tl.store(p_pending_g + other * gates + b_gate, b_g, mask=in_gates)
+        tl.store(p_pending_beta + other * gates + b_gate, b_beta.to(tl.float32), mask=in_gates)
+        p_decay += i_row * (2 * WINDOW * NUM_V_HEADS)
+        tl.store(p_decay + b_gate, _exp(b_done), mask=in_h & (b_t >= 0))
+        tl.store(p_decay + WINDOW * NUM_V_HEADS + b_gate, _exp(b_g), mask=in_h & (b_t >= 0))
+        if i_kh == 0:
+            tl.store(p_num_pending + other, num_tokens)
+
+
 @triton.jit(do_not_specialize=[
-    "num_slots", "num_tokens", "scale", "slot", "num_signals", "num_rows", "shape", "neg_inf", "slot_s",
+    "num_slots", "num_tokens", "slot", "num_signals", "num_rows", "shape", "neg_inf", "slot_s",
     "num_signals_s", "num_rows_s", "shape_s", "neg_inf_s",
 ])  # fmt: skip
 def gated_delta_rule_window_fwd_kernel(
-    p_q, p_k, p_v, p_g, p_beta, p_out, p_state, p_pending_k, p_pending_v, p_pending_g, p_pending_beta, p_num_pending,
-    p_side, p_state_slots, p_num_accepted, row_q, token_q, row_k, token_k, row_v, token_v, scale, num_slots, num_tokens,
+    p_q, p_v, p_beta, p_decay, p_out, p_state, p_pending_k, p_pending_v, p_pending_beta, p_num_pending,
+    p_side, p_state_slots, p_num_accepted, row_v, token_v, num_slots, num_tokens,
     p_panel, p_row_ids, slot, num_signals, num_rows, shape, neg_inf,
     p_panel_s, p_row_ids_s, slot_s, num_signals_s, num_rows_s, shape_s, neg_inf_s,
     NUM_K_HEADS: tl.constexpr, NUM_V_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     MAX_WINDOW: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr,
-    EVEN: tl.constexpr, L2NORM: tl.constexpr, MARK_ROWS: tl.constexpr,
+    EVEN: tl.constexpr, MARK_ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (cdiv(Dv, BLOCK_V), Hv, N). ``row_x`` and ``token_x`` are strides in elements."""
+    """Grid (cdiv(Dv, BLOCK_V), Hv, N). q and decays are those of the kernel before; the other half's pending k too."""
     i_v, i_h, i_n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     group: tl.constexpr = NUM_V_HEADS // NUM_K_HEADS
     i_kh = i_h // group
@@ -128,7 +192,6 @@ def gated_delta_rule_window_fwd_kernel(
             mark_ran(p_panel_s, slot_s, num_signals_s, num_rows_s, shape_s)
 
     i_gate = i_n.to(tl.int64) * num_tokens * NUM_V_HEADS + i_h
-    p_g += i_gate
     p_beta += i_gate
     p_o = p_out + i_gate * DV + i_v * BLOCK_V + b_c
     i_slot = tl.load(p_state_slots + i_n).to(tl.int64)
@@ -136,14 +199,13 @@ def gated_delta_rule_window_fwd_kernel(
         for t in range(num_tokens):
             _store(p_o + t * NUM_V_HEADS * DV, tl.zeros([BLOCK_V], p_out.dtype.element_ty), in_c, EVEN)
         return
-    p_k += i_n.to(tl.int64) * row_k + i_kh * DK + b_d
-    p_q += i_n.to(tl.int64) * row_q + i_kh * DK + b_d
-    p_v += i_n.to(tl.int64) * row_v + i_h * DV + i_v * BLOCK_V
+    p_q += (i_n.to(tl.int64) * num_tokens * NUM_K_HEADS + i_kh) * DK + b_d
+    p_v += i_n.to(tl.int64) * row_v + i_h * DV + i_v * BLOCK_V + b_c
+    p_decay += i_n.to(tl.int64) * (2 * WINDOW * NUM_V_HEADS) + i_h
 
     side = tl.load(p_side + i_slot).to(tl.int64)
     clean = side * num_slots + i_slot
     other = (1 - side) * num_slots + i_slot
-    count = tl.minimum(tl.load(p_num_accepted + i_n).to(tl.int32), tl.load(p_num_pending + clean))
 
     # rows of a thread lie side by side in Dk: see _by_rows
     b_row = (b_d % SPLIT) * ROWS + b_d // SPLIT
@@ -151,73 +213,52 @@ def gated_delta_rule_window_fwd_kernel(
     in_tile = (b_row < DK)[:, None] & in_c[None, :]
     head = i_h * DK * DV + i_v * BLOCK_V
     b_state = _load(p_state + (clean * (NUM_V_HEADS * DK * DV) + head) + b_tile, in_tile, EVEN)
+    count = tl.minimum(tl.load(p_num_accepted + i_n).to(tl.int32), tl.load(p_num_pending + clean))
 
+    if OVERLAP:
+        gdc_wait()
     # both loops read one token ahead, and the first token before the state has arrived
     p_k_done = p_pending_k + (clean * MAX_WINDOW * NUM_K_HEADS + i_kh) * DK + b_d
+    p_k = p_pending_k + (other * MAX_WINDOW * NUM_K_HEADS + i_kh) * DK + b_d
     p_v_done = p_pending_v + (clean * MAX_WINDOW * NUM_V_HEADS + i_h) * DV + i_v * BLOCK_V + b_c
-    p_g_done = p_pending_g + (clean * MAX_WINDOW * NUM_V_HEADS + i_h)
     p_beta_done = p_pending_beta + (clean * MAX_WINDOW * NUM_V_HEADS + i_h)
     b_k_done = _load(p_k_done, in_d, EVEN)
     b_v_done = _load(p_v_done, in_c, EVEN)
-    g_done = tl.load(p_g_done)
-    beta_done = tl.load(p_beta_done)
-    b_k = _normed(_load(p_k, in_d, EVEN), 1.0, L2NORM)
-    b_q = _normed(_load(p_q, in_d, EVEN), scale, L2NORM)
-    b_v = _load(p_v + b_c, in_c, EVEN)
-    decay = _exp(tl.load(p_g).to(tl.float32))
-    beta = tl.load(p_beta).to(tl.float32)
+    decay_done, beta_done = tl.load(p_decay), tl.load(p_beta_done)
+    p_decay_new = p_decay + WINDOW * NUM_V_HEADS
+    b_k, b_q = _load(p_k, in_d, EVEN), _load(p_q, in_d, EVEN)
+    b_v = _load(p_v, in_c, EVEN)
+    decay, beta = tl.load(p_decay_new), tl.load(p_beta).to(tl.float32)
 
-    decay_done = _exp(g_done)
     for t in range(count):
         i_next = tl.minimum(t + 1, count - 1)
         b_k_next = _load(p_k_done + i_next * (NUM_K_HEADS * DK), in_d, EVEN)
         b_v_next = _load(p_v_done + i_next * (NUM_V_HEADS * DV), in_c, EVEN)
-        g_next = tl.load(p_g_done + i_next * NUM_V_HEADS)
+        decay_next = tl.load(p_decay + i_next * NUM_V_HEADS)
         beta_next = tl.load(p_beta_done + i_next * NUM_V_HEADS)
         b_state = _delta_step(b_state, _by_rows(b_k_done, SPLIT, ROWS), b_v_done, decay_done, beta_done)
-        b_k_done, b_v_done, beta_done = b_k_next, b_v_next, beta_next
-        decay_done = _exp(g_next)
+        b_k_done, b_v_done, decay_done, beta_done = b_k_next, b_v_next, decay_next, beta_next
     p_state_new = p_state + (other * (NUM_V_HEADS * DK * DV) + head)
     _store(p_state_new + b_tile, b_state, in_tile, EVEN)
 
-    p_k_new = p_pending_k + (other * MAX_WINDOW * NUM_K_HEADS + i_kh) * DK + b_d
-    writes_k = (i_v == 0) & (i_h % group == 0)
     for t in range(num_tokens):
         i_next = tl.minimum(t + 1, num_tokens - 1)
-        b_k_next = _load(p_k + i_next * token_k, in_d, EVEN)
-        b_q_next = _load(p_q + i_next * token_q, in_d, EVEN)
-        b_v_next = _load(p_v + i_next * token_v + b_c, in_c, EVEN)
-        g_next = tl.load(p_g + i_next * NUM_V_HEADS).to(tl.float32)
+        b_k_next = _load(p_k + i_next * (NUM_K_HEADS * DK), in_d, EVEN)
+        b_q_next = _load(p_q + i_next * (NUM_K_HEADS * DK), in_d, EVEN)
+        b_v_next = _load(p_v + i_next * token_v, in_c, EVEN)
+        decay_next = tl.load(p_decay_new + i_next * NUM_V_HEADS)
         beta_next = tl.load(p_beta + i_next * NUM_V_HEADS).to(tl.float32)
         b_state = _delta_step(b_state, _by_rows(b_k, SPLIT, ROWS), b_v, decay, beta)
         b_o = tl.sum(b_state * _by_rows(b_q, SPLIT, ROWS), axis=0).to(p_out.dtype.element_ty)
         _store(p_o + t * (NUM_V_HEADS * DV), b_o, in_c, EVEN)
-        if writes_k:
-            _store(p_k_new + t * (NUM_K_HEADS * DK), b_k, in_d, EVEN)
-        b_k = _normed(b_k_next, 1.0, L2NORM)
-        b_q = _normed(b_q_next, scale, L2NORM)
-        b_v, beta = b_v_next, beta_next
-        decay = _exp(g_next)
-
-    # the rest of the window, as it came
-    b_t = tl.arange(0, WINDOW)
-    in_window = b_t < num_tokens
-    in_both = in_window[:, None] & in_c[None, :]
-    b_v_window = tl.load(p_v + b_t[:, None] * token_v + b_c[None, :], mask=in_both)
-    p_v_new = p_pending_v + (other * MAX_WINDOW * NUM_V_HEADS + i_h) * DV + i_v * BLOCK_V
-    b_token = b_t[:, None] * (NUM_V_HEADS * DV)
-    tl.store(p_v_new + b_token + b_c[None, :], b_v_window, mask=in_both)
-    if i_v == 0:
-        b_gate = other * MAX_WINDOW * NUM_V_HEADS + i_h + b_t * NUM_V_HEADS
-        tl.store(p_pending_g + b_gate, tl.load(p_g + b_t * NUM_V_HEADS, mask=in_window), mask=in_window)
-        tl.store(p_pending_beta + b_gate, tl.load(p_beta + b_t * NUM_V_HEADS, mask=in_window), mask=in_window)
-        if i_h == 0:
-            tl.store(p_num_pending + other, num_tokens)
+        b_k, b_q, b_v, decay, beta = b_k_next, b_q_next, b_v_next, decay_next, beta_next
 
     if p_panel is not None or p_panel_s is not None:
         # read back as stored, the state in small pieces: the registers of this path are the whole kernel's
         tl.debug_barrier()
-        b_stored = tl.load(p_o[None, :] + b_token, mask=in_both, other=0.0)
+        b_t = tl.arange(0, WINDOW)
+        in_both = (b_t < num_tokens)[:, None] & in_c[None, :]
+        b_stored = tl.load(p_o[None, :] + b_t[:, None] * (NUM_V_HEADS * DV), mask=in_both, other=0.0)
         b_is_bad = b_stored.to(tl.float32) * 0.0 != 0.0
         if tl.max(tl.max(b_is_bad.to(tl.int32), axis=1), axis=0) != 0:
             if p_panel is not None:
@@ -257,21 +298,33 @@ def window(
     if num_rows == 0:
         return
     q, k, v = (_with_whole_tokens(x) for x in (q, k, v))
+    g, beta = g.contiguous(), beta.contiguous()
     block_k = triton.next_power_of_2(head_k_dim)
     block_v = min(COLUMNS, triton.next_power_of_2(head_v_dim))
-    split = min(block_k, 128 // COLUMNS)
+    block_window = triton.next_power_of_2(state.max_window)
+    split, group = min(block_k, 128 // COLUMNS), num_v_heads // num_k_heads
     state_width = num_v_heads * head_k_dim * head_v_dim
+    overlap = overlap_options(q)
+    q_normed = torch.empty((num_rows, num_tokens, num_k_heads, head_k_dim), dtype=torch.float32, device=q.device)
+    decays = torch.empty((num_rows, 2, block_window, num_v_heads), dtype=torch.float32, device=q.device)
     with torch.cuda.device_of(out):
+        gated_delta_rule_window_tokens_fwd_kernel[(num_k_heads, num_rows)](
+            q, k, v, g, beta, q_normed, decays, state.pending_k, state.pending_v, state.pending_g, state.pending_beta,
+            state.num_pending, state.side, state_slots, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0),
+            v.stride(1), scale, state.num_slots, num_tokens, NUM_K_HEADS=num_k_heads, NUM_V_HEADS=num_v_heads,
+            DK=head_k_dim, DV=head_v_dim, MAX_WINDOW=state.max_window, WINDOW=block_window, BLOCK_K=block_k,
+            BLOCK_V=triton.next_power_of_2(group * head_v_dim), BLOCK_H=triton.next_power_of_2(group),
+            L2NORM=use_l2norm, OVERLAP=overlap["OVERLAP"], num_warps=4,
+        )  # fmt: skip
         gated_delta_rule_window_fwd_kernel[(triton.cdiv(head_v_dim, block_v), num_v_heads, num_rows)](
-            q, k, v, g.contiguous(), beta.contiguous(), out, state.state, state.pending_k, state.pending_v,
-            state.pending_g, state.pending_beta, state.num_pending, state.side, state_slots, num_accepted,
-            q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), scale, state.num_slots,
+            q_normed, v, beta, decays, out, state.state, state.pending_k, state.pending_v, state.pending_beta,
+            state.num_pending, state.side, state_slots, num_accepted, v.stride(0), v.stride(1), state.num_slots,
             num_tokens, *mark_arguments(mark, out.dtype, num_rows * num_tokens, num_v_heads * head_v_dim),
             *mark_arguments(state_mark, torch.float32, num_rows, state_width), NUM_K_HEADS=num_k_heads,
             NUM_V_HEADS=num_v_heads, DK=head_k_dim, DV=head_v_dim, MAX_WINDOW=state.max_window,
-            WINDOW=triton.next_power_of_2(state.max_window), SPLIT=split, ROWS=block_k // split, BLOCK_V=block_v,
-            EVEN=block_k == head_k_dim and head_v_dim % block_v == 0, L2NORM=use_l2norm, MARK_ROWS=MARK_ROWS,
-            num_warps=1, maxnreg=MAX_REGISTERS, enable_fp_fusion=True,
+            WINDOW=block_window, SPLIT=split, ROWS=block_k // split, BLOCK_V=block_v,
+            EVEN=block_k == head_k_dim and head_v_dim % block_v == 0, MARK_ROWS=MARK_ROWS,
+            **overlap, num_warps=1, maxnreg=MAX_REGISTERS, enable_fp_fusion=True,
         )  # fmt: skip
 
 

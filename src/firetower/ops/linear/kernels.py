@@ -1,4 +1,4 @@
-# ruff: noqa: N803 - compile-time arguments of kernels are upper case, as in Triton's own code
+# ruff: noqa: N803, SIM102 - compile-time arguments are upper case, as in Triton's own code; its `and` is no `if`
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 """Dense projection in Triton: one tile shape for every number of rows, K split by the weight's shape alone.
 
@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from firetower.sensors.mark_tile import mark_ran, mark_tile
+from firetower.ops.overlap import overlap_options, wait
+from firetower.sensors.mark_tile import codes, exponent_of, mark_ran, mark_tile
 from firetower.sensors.marks import Mark, mark_arguments
 
 _UNSPECIALIZED = ["num_rows", "split_k", "slot", "num_signals", "num_words", "shape", "neg_inf"]
@@ -32,7 +33,7 @@ class Tiles:
     num_warps: int
 
 
-# Reasoned for an H200 (132 SMs, 227 KB of shared memory a block), not searched. 64 rows is the smallest tile that
+# For an H200 (132 SMs, 227 KB of shared memory a block); the wide tile was searched. 64 rows is the smallest tile that
 # wgmma takes, so that 1 and 64 rows run the same instruction; at 64 flops a byte of weight the tensor cores are a
 # third busy at full bandwidth. Wide weights take 128 columns: the rows are read from L2 once a column block, and with
 # 64 columns that alone would exceed L2's bandwidth at T = 64. Four stages of 48 KB keep 96 KB of weight in flight.
@@ -66,12 +67,19 @@ def split_for(num_outputs: int, num_inputs: int, tiles: Tiles) -> int:
 @triton.jit(do_not_specialize=_UNSPECIALIZED)
 def linear_fwd_kernel(p_x, p_w, p_bias, p_y, num_rows, N, K, x_row, w_row, split_k, p_panel, p_row_ids, slot,
                       num_signals, num_words, shape, neg_inf, IS_PARTIAL: tl.constexpr, BLOCK_M: tl.constexpr,
-                      BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+                      BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """``y`` is [T, N] as stored, or with IS_PARTIAL float32 [S, T, N]. Row blocks are the fastest axis of the grid, so
-    that programs that share a block of the weight run side by side and it is read from memory once."""
+    that programs that share a block of the weight run side by side and it is read from memory once. Where there is a
+    mark, the last column of the grid says that it ran, so that no other program's end waits for those words."""
     i_m = tl.program_id(0)
     i_n = tl.program_id(1)
     i_k = tl.program_id(2)
+    wait(OVERLAP)
+    if p_panel is not None:
+        if i_n == tl.num_programs(1) - 1:
+            if i_m == 0:
+                mark_ran(p_panel, slot, num_signals, num_words, shape)
+            return
     b_row = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     b_col = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
     b_k = tl.arange(0, BLOCK_K)
@@ -97,18 +105,30 @@ def linear_fwd_kernel(p_x, p_w, p_bias, p_y, num_rows, N, K, x_row, w_row, split
         b_y = b_acc.to(p_y.dtype.element_ty)
         tl.store(p_y + b_offset, b_y, mask=b_mask)
         if p_panel is not None:
-            if (i_m == 0) & (i_n == 0):
-                mark_ran(p_panel, slot, num_signals, num_words, shape)
-            mark_tile(b_y, b_row[:, None], b_col[None, :], b_mask, N, p_panel, p_row_ids, slot, num_signals,
-                      num_words, neg_inf)  # fmt: skip
+            # words of the whole tile would cost the clean path registers: it is read again, 16 rows at a time
+            exponent = exponent_of(b_y)
+            if tl.max(codes(b_y) & exponent) == exponent:
+                tl.debug_barrier()
+                for r in range(0, BLOCK_M, 16):
+                    b_r = i_m * BLOCK_M + r + tl.arange(0, 16)
+                    b_is = (b_r < num_rows)[:, None] & in_cols[None, :]
+                    b_again = tl.load(p_y + b_r.to(tl.int64)[:, None] * N + b_col[None, :], mask=b_is, other=0.0)
+                    mark_tile(b_again, b_r[:, None], b_col[None, :], b_is, N, p_panel, p_row_ids, slot, num_signals,
+                              num_words, neg_inf)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED)
 def linear_reduce_fwd_kernel(p_partial, p_bias, p_y, num_rows, N, split_k, p_panel, p_row_ids, slot, num_signals,
-                             num_words, shape, neg_inf, BLOCK: tl.constexpr):  # fmt: skip
+                             num_words, shape, neg_inf, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """Adds the parts in the order of K: float32 [S, T, N] to [T, N]."""
+    wait(OVERLAP)
     i_row = tl.program_id(0)
     i_n = tl.program_id(1)
+    if p_panel is not None:
+        if i_row == tl.num_programs(0) - 1:
+            if i_n == 0:
+                mark_ran(p_panel, slot, num_signals, num_words, shape)
+            return
     b_col = i_n * BLOCK + tl.arange(0, BLOCK)
     b_mask = b_col < N
     b_offset = i_row.to(tl.int64) * N + b_col
@@ -121,8 +141,6 @@ def linear_reduce_fwd_kernel(p_partial, p_bias, p_y, num_rows, N, split_k, p_pan
     b_y = b_acc.to(p_y.dtype.element_ty)
     tl.store(p_y + i_row.to(tl.int64) * N + b_col, b_y, mask=b_mask)
     if p_panel is not None:
-        if (i_row == 0) & (i_n == 0):
-            mark_ran(p_panel, slot, num_signals, num_words, shape)
         mark_tile(b_y, i_row + b_col * 0, b_col, b_mask, N, p_panel, p_row_ids, slot, num_signals, num_words, neg_inf)
 
 
@@ -149,18 +167,20 @@ def linear(
     x = hidden_states if hidden_states.stride(1) == 1 else hidden_states.contiguous()
     tiles = tiles_for(num_outputs, x.dtype)
     split_k = split_for(num_outputs, num_inputs, tiles)
-    grid = (triton.cdiv(num_rows, tiles.block_m), triton.cdiv(num_outputs, tiles.block_n), split_k)
+    is_marked = mark is not None
+    columns = triton.cdiv(num_outputs, tiles.block_n) + (is_marked and split_k == 1)
     off = mark_arguments(None, out.dtype, num_rows, num_outputs)
     if split_k > 1 and workspace is None:
         workspace = torch.empty(split_k, num_rows, num_outputs, dtype=torch.float32, device=x.device)
+    options = overlap_options(x)
     with torch.cuda.device_of(x):
-        linear_fwd_kernel[grid](
+        linear_fwd_kernel[(triton.cdiv(num_rows, tiles.block_m), columns, split_k)](
             x, weight, bias, out if split_k == 1 else workspace, num_rows, num_outputs, num_inputs, x.stride(0),
             weight.stride(0), split_k, *(panel if split_k == 1 else off), IS_PARTIAL=split_k > 1,
             BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
+            num_stages=tiles.num_stages, **options,
         )  # fmt: skip
         if split_k > 1:
-            linear_reduce_fwd_kernel[(num_rows, triton.cdiv(num_outputs, _REDUCE_BLOCK))](
-                workspace, bias, out, num_rows, num_outputs, split_k, *panel, BLOCK=_REDUCE_BLOCK
+            linear_reduce_fwd_kernel[(num_rows + is_marked, triton.cdiv(num_outputs, _REDUCE_BLOCK))](
+                workspace, bias, out, num_rows, num_outputs, split_k, *panel, BLOCK=_REDUCE_BLOCK, **options
             )

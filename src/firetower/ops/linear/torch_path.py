@@ -21,12 +21,17 @@ def linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, out: Tens
     """Arguments as the Triton launcher: [T, K], [N, K], [N] or None, ``out`` [T, N]."""
     dtype = torch.promote_types(hidden_states.dtype, torch.float32)
     w = _padded(weight.to(dtype)).t()
+    is_whole = bias is None and w.shape == (hidden_states.shape[1], out.shape[1]) and out.dtype is dtype
     for begin in range(0, hidden_states.shape[0], CHUNK):
         rows = hidden_states[begin : begin + CHUNK]
         # a fresh tensor: the same alignment for every chunk
         chunk = torch.zeros(CHUNK, w.shape[0], dtype=dtype, device=rows.device)
         chunk[: len(rows), : rows.shape[1]] = rows
-        y = torch.mm(chunk, w)[: len(rows), : weight.shape[0]]
+        y = torch.mm(chunk, w)
+        if is_whole:
+            out[begin : begin + CHUNK] = y if len(rows) == CHUNK else y[: len(rows)]
+            continue
+        y = y[: len(rows), : weight.shape[0]]
         if bias is not None:
             y = y + bias.to(dtype)
         out[begin : begin + CHUNK] = y

@@ -10,6 +10,10 @@ routed and the shared expert's width, W the larger of them.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -53,10 +57,11 @@ __all__ = [
 _PARTS = {
     "logits": "kernels_route",
     "router": "kernels_route",
-    "plan": "kernels_route",
+    "plan": "kernels_plan",
+    "route_plan": "kernels_route",
     "gate_up": "kernels",
     "down": "kernels",
-    "combine": "kernels",
+    "combine": "kernels_combine",
 }
 
 for _part, _module in _PARTS.items():
@@ -72,6 +77,9 @@ for _part, _module in _PARTS.items():
 WINDOW_BLOCK, PREFILL_BLOCK, LARGE_PREFILL_BLOCK = 16, 64, 128
 """Rows of a block where a Triton kernel computes it: the least that a matrix instruction takes; one warp group's; two
 groups', where every expert has many rows."""
+
+FEW_TOKENS = WINDOW_BLOCK
+"""Tokens of a window up to which one kernel routes and plans; the answers have the same bits."""
 
 CPU_WINDOW_BLOCK, CPU_PREFILL_BLOCK = 1, 32
 """The same on the CPU: a matrix-vector product streams a weight once at memory speed; 32 rows share a stream."""
@@ -109,6 +117,7 @@ def logits(
     phase: str = "window",
     mark: Mark | None = None,
     out: Tensor | None = None,
+    ahead: Sequence[Tensor] = (),
 ) -> Tensor:
     """Router logits, and the shared expert's gate in one column more, in one pass over ``hidden_states``.
 
@@ -119,6 +128,7 @@ def logits(
         phase: ``window`` or ``prefill``.
         mark: where bad values are marked.
         out: fp32 [T, E (+ 1)] to write to, contiguous.
+        ahead: two tensors that kernels after this one will read, asked into the cache of a device that idles; a hint.
 
     Returns:
         fp32 [T, E], or [T, E + 1] with a shared gate.
@@ -139,7 +149,7 @@ def logits(
     columns = router.shape[0] + (gate is not None)
     out = _out("out", out, hidden_states, (hidden_states.shape[0], columns), _accumulator(hidden_states))
     block_m = block_rows(hidden_states, phase, 0, 1) if phase == "window" else _prefill_rows(hidden_states)
-    kernel("moe.logits", hidden_states)(hidden_states, router, gate, out=out, block_m=block_m, mark=mark)
+    kernel("moe.logits", hidden_states)(hidden_states, router, gate, out=out, block_m=block_m, mark=mark, ahead=ahead)
     return out
 
 
@@ -173,28 +183,13 @@ def route(
     under softmax, makes that row's weights NaN; its ids stay valid and distinct, and no other row changes.
     Source: Qwen3.5-MoE and GLM-4 MoE in transformers.
     """
-    checks.check_shape("router_logits", router_logits, (None, None))
-    num_tokens, num_experts = router_logits.shape
-    checks.check_top_k(rule.top_k, num_experts)
-    if router_logits.dtype not in checks.FLOATS or (num_tokens and router_logits.stride(1) != 1):
-        raise ConfigError(f"router_logits: {router_logits.dtype}, strides {router_logits.stride()}: must be float rows")
-    if selection_bias is not None:
-        checks.check_rows("selection_bias", selection_bias, (num_experts,))
-        if rule.scoring != "sigmoid":
-            raise ConfigError(f"selection_bias with scoring={rule.scoring!r}: needs scoring='sigmoid'; leave it out")
+    checks.check_routing(router_logits, rule, selection_bias)
+    num_tokens = router_logits.shape[0]
     shape = (num_tokens, rule.top_k)
     weights = _out("weights_out", weights_out, router_logits, shape, _accumulator(router_logits))
     ids = _out("ids_out", ids_out, router_logits, shape, torch.int32)
     kernel("moe.router", router_logits)(
-        router_logits,
-        selection_bias,
-        top_k=rule.top_k,
-        is_sigmoid=rule.scoring == "sigmoid",
-        renormalise=rule.renormalise,
-        scale=rule.routed_scaling_factor,
-        weights=weights,
-        ids=ids,
-        mark=mark,
+        router_logits, selection_bias, **_rule_arguments(rule), weights=weights, ids=ids, mark=mark
     )
     return weights, ids
 
@@ -297,6 +292,7 @@ def down(
     shared: SharedExpert | None = None,
     marks: MoeMarks | None = None,
     out: Tensor | None = None,
+    is_chained: bool = False,
 ) -> Tensor:
     """``act @ down`` of every planned row, each written to its pair.
 
@@ -307,6 +303,8 @@ def down(
         shared: the shared expert, where the plan has one.
         marks: ``down`` is used.
         out: [T * S, H] to write to.
+        is_chained: whether the kernel just before this one is `gate_up`, so that plan and weights were complete before
+            it: they are then read while it still runs.
 
     Returns:
         [T * S, H] in the type of ``act``; rows of pad tokens are not written.
@@ -328,6 +326,7 @@ def down(
         plan,
         out=out,
         mark=mark_for((marks or MoeMarks()).down, plan.row_ids),
+        is_chained=is_chained,
     )
     return out
 
@@ -340,8 +339,10 @@ def combine(
     *,
     shared_logits: Tensor | None = None,
     row_ids: Tensor | None = None,
+    act: Tensor | None = None,
     marks: MoeMarks | None = None,
     out: Tensor | None = None,
+    is_chained: bool = False,
 ) -> Tensor:
     """Weighted sum over each token's experts, slot 0 first, then the shared expert's output times its sigmoid gate.
 
@@ -351,8 +352,13 @@ def combine(
         plan: of the routing.
         shared_logits: [T], the shared gate before its sigmoid, any stride; None where the shared expert has no gate.
         row_ids: [T] as given to `plan`; a pad token's output is 0.
-        marks: ``routed`` (the fp32 sum over routed experts) and ``output`` (as stored) are used.
+        act: [T * S, W] from `gate_up`, where ``router``, ``swiglu`` and ``down`` are to be marked here as well.
+        marks: ``routed`` (the fp32 sum over routed experts) and ``output`` (as stored) are used; with ``act`` also
+            ``router``, ``swiglu`` and ``down``: what these check is read again where the sum is not finite, and a
+            clean step pays nothing for them.
         out: [T, H] to write to.
+        is_chained: whether the kernel just before this one is `down`, so that weights, ids, gates and row ids were
+            complete before it.
 
     Returns:
         [T, H] in the type of ``down_out``.
@@ -369,8 +375,11 @@ def combine(
     checks.check_row_ids(row_ids, plan.num_tokens)
     if shared_logits is not None:
         checks.check_shape("shared_logits", shared_logits, (plan.num_tokens,))
+    if act is not None:
+        checks.check_like("act", act, down_out, (plan.num_pairs, None))
     out = _out("out", out, down_out, (plan.num_tokens, down_out.shape[1]), down_out.dtype)
     marks = marks or MoeMarks()
+    late = (None, None, None) if act is None else (marks.router, marks.swiglu, marks.down)
     kernel("moe.combine", down_out)(
         down_out,
         topk_weights,
@@ -379,8 +388,11 @@ def combine(
         row_ids,
         plan,
         out=out,
+        act=act,
+        late_marks=tuple(mark_for(mark, row_ids) for mark in late),
         routed_mark=mark_for(marks.routed, row_ids),
         mark=mark_for(marks.output, row_ids),
+        is_chained=is_chained,
     )
     return out
 
@@ -406,7 +418,7 @@ def experts(
         phase: ``window`` (row-invariant) or ``prefill``.
         shared_logits: [T], the shared gate before its sigmoid, where there is one.
         row_ids: [T], row word of each token, negative for a pad: not routed, its output is 0.
-        marks: where each stage is marked.
+        marks: where each stage is marked; ``logits`` and ``router`` are not used, whose stages came before.
         out: [T, H] to write to.
 
     Returns:
@@ -417,19 +429,52 @@ def experts(
 
     Numerics: those of `gate_up`, `down` and `combine`.
     """
+    _check_block(hidden_states, topk_ids, weights, shared_logits)
+    layout = _plan(hidden_states, topk_ids, weights, phase, row_ids)
+    marks = dataclasses.replace(marks or MoeMarks(), router=None)
+    return _after_plan(hidden_states, topk_weights, topk_ids, weights, layout, shared_logits, row_ids, marks, out)
+
+
+def _plan(hidden_states: Tensor, topk_ids: Tensor, weights: MoeWeights, phase: str, row_ids: Tensor | None) -> Plan:
+    num_experts = weights.gate_up_proj.shape[0]
+    block_m = block_rows(hidden_states, phase, topk_ids.numel(), num_experts)
+    return plan(topk_ids, num_experts, block_m=block_m, has_shared=weights.shared is not None, row_ids=row_ids)
+
+
+def _check_block(hidden_states: Tensor, topk_ids: Tensor, weights: MoeWeights, shared_logits: Tensor | None) -> None:
     checks.check_rows("hidden_states", hidden_states, (None, None))
     checks.check_weights(weights, hidden_states)
-    num_tokens, num_experts = hidden_states.shape[0], weights.gate_up_proj.shape[0]
-    checks.check_shape("topk_ids", topk_ids, (num_tokens, None))
+    checks.check_shape("topk_ids", topk_ids, (hidden_states.shape[0], None))
     if weights.shared is not None and (weights.shared.gate is None) != (shared_logits is None):
         raise ConfigError("shared_logits: must be given exactly where the shared expert has a gate; see logits()")
-    block_m = block_rows(hidden_states, phase, topk_ids.numel(), num_experts)
-    has_shared = weights.shared is not None
-    layout = plan(topk_ids, num_experts, block_m=block_m, has_shared=has_shared, row_ids=row_ids)
-    act = gate_up(hidden_states, weights.gate_up_proj, layout, shared=weights.shared, marks=marks)
-    rows = down(act, weights.down_proj, layout, shared=weights.shared, marks=marks)
+
+
+def _after_plan(
+    hidden_states: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    weights: MoeWeights,
+    layout: Plan,
+    shared_logits: Tensor | None,
+    row_ids: Tensor | None,
+    marks: MoeMarks,
+    out: Tensor | None,
+) -> Tensor:
+    """The two products and the sum, each chained to the one before; the sum marks what they stored."""
+    early = MoeMarks(gate=marks.gate, up=marks.up)
+    act = gate_up(hidden_states, weights.gate_up_proj, layout, shared=weights.shared, marks=early)
+    rows = down(act, weights.down_proj, layout, shared=weights.shared, is_chained=True)
     return combine(
-        rows, topk_weights, topk_ids, layout, shared_logits=shared_logits, row_ids=row_ids, marks=marks, out=out
+        rows,
+        topk_weights,
+        topk_ids,
+        layout,
+        shared_logits=shared_logits,
+        row_ids=row_ids,
+        act=act,
+        marks=marks,
+        out=out,
+        is_chained=True,
     )
 
 
@@ -464,26 +509,79 @@ def moe(
     Source: Qwen3_5MoeSparseMoeBlock of transformers 5.
     """
     marks = marks or MoeMarks()
-    num_experts = weights.router.shape[0]
-    gate = None if weights.shared is None else weights.shared.gate
-    all_logits = logits(hidden_states, weights.router, gate, phase=phase, mark=mark_for(marks.logits, row_ids))
-    topk_weights, topk_ids = route(
-        all_logits[:, :num_experts],
-        rule,
-        selection_bias=weights.selection_bias,
-        mark=mark_for(marks.router, row_ids),
-    )
-    return experts(
+    num_experts, shared = weights.router.shape[0], weights.shared
+    gate = None if shared is None else shared.gate
+    all_logits = logits(
         hidden_states,
-        topk_weights,
-        topk_ids,
-        weights,
+        weights.router,
+        gate,
         phase=phase,
-        shared_logits=None if gate is None else all_logits[:, num_experts],
-        row_ids=row_ids,
-        marks=marks,
-        out=out,
+        mark=mark_for(marks.logits, row_ids),
+        ahead=() if shared is None else (shared.gate_up_proj, shared.down_proj),
     )
+    router_logits, bias = all_logits[:, :num_experts], weights.selection_bias
+    shared_logits = None if gate is None else all_logits[:, num_experts]
+    if phase == "window" and _routes_and_plans_in_one(router_logits):
+        topk_weights, topk_ids, layout = _route_plan(hidden_states, router_logits, weights, rule, row_ids)
+        _check_block(hidden_states, topk_ids, weights, shared_logits)
+    else:
+        topk_weights, topk_ids = route(router_logits, rule, selection_bias=bias)
+        _check_block(hidden_states, topk_ids, weights, shared_logits)
+        layout = _plan(hidden_states, topk_ids, weights, phase, row_ids)
+    return _after_plan(hidden_states, topk_weights, topk_ids, weights, layout, shared_logits, row_ids, marks, out)
+
+
+def _routes_and_plans_in_one(router_logits: Tensor) -> bool:
+    """Whether few tokens have one kernel for both; where either is pinned or missing, each runs by itself."""
+    if not 0 < router_logits.shape[0] <= FEW_TOKENS:
+        return False
+    target = target_of(router_logits.device.type, router_logits.dtype)
+    # the plan is chosen by device alone, as ids have no float type
+    by_device = target_of(router_logits.device.type, torch.float32)
+    chosen = [REGISTRY.choice(f"moe.{part}", target).backend for part in ("route_plan", "router")]
+    return {*chosen, REGISTRY.choice("moe.plan", by_device).backend} == {"triton"}
+
+
+def _route_plan(
+    hidden_states: Tensor,
+    router_logits: Tensor,
+    weights: MoeWeights,
+    rule: RoutingRule,
+    row_ids: Tensor | None,
+) -> tuple[Tensor, Tensor, Plan]:
+    """`route` and `plan` of few tokens."""
+    checks.check_routing(router_logits, rule, weights.selection_bias)
+    num_tokens, num_experts = router_logits.shape
+    checks.check_row_ids(row_ids, num_tokens)
+    shape = (num_tokens, rule.top_k)
+    topk_weights = _out("weights", None, router_logits, shape, _accumulator(router_logits))
+    topk_ids = _out("ids", None, router_logits, shape, torch.int32)
+    layout = new_plan(
+        topk_ids,
+        num_experts,
+        has_shared=weights.shared is not None,
+        block_m=block_rows(hidden_states, "window", topk_ids.numel(), num_experts),
+        has_rows=row_ids is not None,
+    )
+    kernel("moe.route_plan", router_logits)(
+        router_logits,
+        weights.selection_bias,
+        row_ids,
+        **_rule_arguments(rule),
+        weights=topk_weights,
+        ids=topk_ids,
+        into=layout,
+    )
+    return topk_weights, topk_ids, layout
+
+
+def _rule_arguments(rule: RoutingRule) -> dict[str, Any]:
+    return {
+        "top_k": rule.top_k,
+        "is_sigmoid": rule.scoring == "sigmoid",
+        "renormalise": rule.renormalise,
+        "scale": rule.routed_scaling_factor,
+    }
 
 
 def _accumulator(x: Tensor) -> torch.dtype:

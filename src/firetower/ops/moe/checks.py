@@ -9,7 +9,7 @@ from torch import Tensor
 
 from firetower.core.errors import ConfigError
 from firetower.ops.moe.planning import Plan
-from firetower.ops.moe.weights import MoeWeights, SharedExpert
+from firetower.ops.moe.weights import MoeWeights, RoutingRule, SharedExpert
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
@@ -60,6 +60,19 @@ def check_top_k(top_k: int, num_experts: int) -> None:
     """Refuse more experts a token than there are."""
     if not 1 <= top_k <= num_experts:
         raise ConfigError(f"top_k={top_k}: must be from 1 to num_experts={num_experts}")
+
+
+def check_routing(router_logits: Tensor, rule: RoutingRule, selection_bias: Tensor | None) -> None:
+    """Refuse logits that are no float rows, more experts than there are, a bias that its scoring cannot have."""
+    check_shape("router_logits", router_logits, (None, None))
+    num_tokens, num_experts = router_logits.shape
+    check_top_k(rule.top_k, num_experts)
+    if router_logits.dtype not in FLOATS or (num_tokens and router_logits.stride(1) != 1):
+        raise ConfigError(f"router_logits: {router_logits.dtype}, strides {router_logits.stride()}: must be float rows")
+    if selection_bias is not None:
+        check_rows("selection_bias", selection_bias, (num_experts,))
+        if rule.scoring != "sigmoid":
+            raise ConfigError(f"selection_bias with scoring={rule.scoring!r}: needs scoring='sigmoid'; leave it out")
 
 
 def check_plan(

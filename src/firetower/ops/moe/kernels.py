@@ -1,10 +1,10 @@
 # ruff: noqa: N803, SIM102 - compile-time arguments are upper case, as in Triton's own code; its `and` is no `if`
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-"""Triton kernels of the experts: two grouped products and the weighted sum. Import needs Triton.
+"""Triton kernels of the experts: two grouped products. Import needs Triton.
 
 A program of a grouped product holds one block of one expert's rows and one tile of its columns, and runs over the whole
-inner dimension: no sum is split, so that a row's bits do not depend on which rows share its block. Programs of blocks
-beyond the plan's end leave at once.
+inner dimension, in the same order for every row: its bits do not depend on which rows share its block. Programs of
+blocks beyond the plan's end leave at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from firetower.core.errors import ConfigError
+from firetower.ops.moe.kernels_base import MARK, WINDOW_BLOCK, is_any_bad
 from firetower.ops.moe.planning import Plan
+from firetower.ops.overlap import overlap_options, wait
 from firetower.sensors.mark_tile import mark_ran, mark_tile
 from firetower.sensors.marks import Mark, mark_arguments
 
@@ -32,10 +34,10 @@ class Tile:
     num_warps: int
 
 
-# For an H200 (132 SMs, 4.3 TB/s, 228 KiB of shared memory), by reasoning, not tuned. Memory must see about 30 KiB in
-# flight on every SM. A window's tile loads 16 KiB of weights a step, 4 steps deep, 2 programs on an SM: 96 KiB, and 9
-# experts make 144 programs. The down tile is as deep, narrower inside (512). Wide blocks: what a matrix instruction of
-# 64 rows reuses, as many steps as fit. fp32 has no matrix instruction that keeps its bits: small tiles.
+# For an H200 (132 SMs, 4.3 TB/s, 228 KiB of shared memory). Memory must see about 30 KiB in flight on every SM. A
+# window's gate_up was searched: 16 KiB of weights a step, three steps in flight, three programs on an SM. Its down tile
+# is as deep, narrower inside. Wide blocks, by reasoning: what a matrix instruction of 64 rows reuses, as many steps as
+# fit. fp32 has no matrix instruction that keeps its bits: small tiles.
 GATE_UP_TILES = {
     (2, 16): Tile(block_n=32, block_k=128, num_stages=4, num_warps=4),
     (2, 64): Tile(block_n=64, block_k=64, num_stages=4, num_warps=4),
@@ -52,24 +54,19 @@ DOWN_TILES = {
     (4, 64): Tile(block_n=32, block_k=32, num_stages=2, num_warps=4),
     (4, 128): Tile(block_n=32, block_k=32, num_stages=2, num_warps=8),
 }
-COMBINE_COLUMNS, COMBINE_WARPS = 1024, 4
 
-_MARK = ("slot", "num_signals", "num_rows", "shape", "neg_inf")
-_MARKS = tuple(f"{name}_{part}" for part in ("g", "u", "a") for name in _MARK)
+_MARKS = tuple(f"{name}_{part}" for part in ("g", "u", "a") for name in MARK)
 
 
 @triton.jit
-def _mark_stored(b_x, p_out, p_pairs, b_n, width, p_panel, p_row_ids, slot, num_signals, num_rows, neg_inf,
+def _mark_stored(b_stored, p_out, p_pairs, b_n, width, p_panel, p_row_ids, slot, num_signals, num_rows, neg_inf,
                  BLOCK_M: tl.constexpr):  # fmt: skip
-    """Mark what a block has just stored, given the fp32 values before the cast; one compare an element.
+    """Mark what a program has just stored.
 
-    Only where a value is not finite once rounded is the tile read again, 16 rows at a time: words of a whole tile of
-    128 rows would cost the clean path registers and thousands of instructions.
+    Only where something is bad is the tile read again, 16 rows at a time: words of a whole tile of 128 rows would cost
+    the clean path registers and thousands of instructions.
     """
-    dtype: tl.constexpr = p_out.dtype.element_ty
-    # the least fp32 pattern that rounds to Inf
-    limit: tl.constexpr = 0x477FF000 if dtype == tl.float16 else 0x7F7F8000 if dtype == tl.bfloat16 else 0x7F800000
-    if tl.max(b_x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >= limit:
+    if is_any_bad(b_stored):
         # other threads of this program stored what this one reads
         tl.debug_barrier()
         for r in range(0, BLOCK_M, 16):
@@ -87,16 +84,20 @@ def moe_gate_up_fwd_kernel(p_x, p_w, p_shared, p_out, p_pair_ids, p_block_expert
                            p_panel_u, p_row_ids_u, slot_u, num_signals_u, num_rows_u, shape_u, neg_inf_u,
                            p_panel_a, p_row_ids_a, slot_a, num_signals_a, num_rows_a, shape_a, neg_inf_a,
                            SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-                           EVEN: tl.constexpr):  # fmt: skip
+                           EVEN: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """``silu(x @ gate) * (x @ up)`` of one block's rows in BLOCK_N columns.
 
     ``p_w`` [E, 2 inner, hidden], ``p_shared`` [2 inner_shared, hidden] or None, ``p_out`` [pairs, width]. ``EVEN``: no
     column and no inner element needs a mask.
     """
+    wait(OVERLAP)
     i_program = tl.program_id(0)
     num_tiles = tl.cdiv(width, BLOCK_N)
     i_block = i_program // num_tiles
     i_n = i_program % num_tiles
+    # both at once: each is a trip to memory
+    expert = tl.load(p_block_experts + i_block)
+    b_pair = tl.load(p_pair_ids + i_block * BLOCK_M + tl.arange(0, BLOCK_M))
     if i_program == 0:
         if p_panel_g is not None:
             mark_ran(p_panel_g, slot_g, num_signals_g, num_rows_g, shape_g)
@@ -104,10 +105,8 @@ def moe_gate_up_fwd_kernel(p_x, p_w, p_shared, p_out, p_pair_ids, p_block_expert
             mark_ran(p_panel_u, slot_u, num_signals_u, num_rows_u, shape_u)
         if p_panel_a is not None:
             mark_ran(p_panel_a, slot_a, num_signals_a, num_rows_a, shape_a)
-    expert = tl.load(p_block_experts + i_block)
     if expert < 0:
         return
-    b_pair = tl.load(p_pair_ids + i_block * BLOCK_M + tl.arange(0, BLOCK_M))
     b_real = b_pair >= 0
     b_token = tl.where(b_real, b_pair // SLOTS, 0)
     b_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -125,9 +124,9 @@ def moe_gate_up_fwd_kernel(p_x, p_w, p_shared, p_out, p_pair_ids, p_block_expert
     b_up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k in range(0, hidden, BLOCK_K):
         if EVEN:
-            b_x = tl.load(p_x_tile + k, mask=b_real[:, None], other=0.0)
             b_g = tl.load(p_gate + k)
             b_u = tl.load(p_up + k)
+            b_x = tl.load(p_x_tile + k, mask=b_real[:, None], other=0.0)
         else:
             b_in = k + b_k < hidden
             b_x = tl.load(p_x_tile + k, mask=b_real[:, None] & b_in[None, :], other=0.0)
@@ -150,7 +149,7 @@ def moe_gate_up_fwd_kernel(p_x, p_w, p_shared, p_out, p_pair_ids, p_block_expert
         mark_tile(b_up, b_pair[:, None], b_n[None, :], b_own, width, p_panel_u, p_row_ids_u, slot_u, num_signals_u,
                   num_rows_u, neg_inf_u)  # fmt: skip
     if p_panel_a is not None:
-        _mark_stored(b_act, p_out, p_pair_ids + i_block * BLOCK_M, b_n, width, p_panel_a, p_row_ids_a, slot_a,
+        _mark_stored(b_stored, p_out, p_pair_ids + i_block * BLOCK_M, b_n, width, p_panel_a, p_row_ids_a, slot_a,
                      num_signals_a, num_rows_a, neg_inf_a, BLOCK_M)  # fmt: skip
 
 
@@ -195,29 +194,38 @@ def gate_up(
             EVEN=inner == inner_shared and width % tile.block_n == 0 and hidden % tile.block_k == 0,
             num_stages=tile.num_stages,
             num_warps=tile.num_warps,
+            **overlap_options(hidden_states, is_wanted=plan.block_m == WINDOW_BLOCK),
         )
 
 
-@triton.jit(do_not_specialize=_MARK)
+@triton.jit(do_not_specialize=MARK)
 def moe_down_fwd_kernel(p_act, p_w, p_shared, p_out, p_pair_ids, p_block_experts, width, inner, inner_shared, hidden,
                         num_experts, p_panel, p_row_ids, slot, num_signals, num_rows, shape, neg_inf,
-                        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-                        EVEN: tl.constexpr):  # fmt: skip
+                        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+                        CHAINED: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """``act @ down`` of one block's rows in BLOCK_N columns.
 
-    ``p_act`` [pairs, width], ``p_w`` [E, hidden, inner], ``p_shared`` [hidden, inner_shared] or None.
+    ``p_act`` [pairs, width], ``p_w`` [E, hidden, inner], ``p_shared`` [hidden, inner_shared] or None. ``CHAINED``: the
+    plan is read while ``p_act`` is not yet there.
     """
+    if not CHAINED:
+        wait(OVERLAP)
     i_program = tl.program_id(0)
     num_tiles = tl.cdiv(hidden, BLOCK_N)
     i_block = i_program // num_tiles
     i_n = i_program % num_tiles
+    # what is read before the wait is read past the L1 cache, which may hold it as it was a step ago
+    expert = tl.load(p_block_experts + i_block, cache_modifier=".cg")
+    b_pair = tl.load(p_pair_ids + i_block * BLOCK_M + tl.arange(0, BLOCK_M), cache_modifier=".cg")
     if p_panel is not None:
         if i_program == 0:
+            if CHAINED:
+                wait(OVERLAP)
             mark_ran(p_panel, slot, num_signals, num_rows, shape)
-    expert = tl.load(p_block_experts + i_block)
     if expert < 0:
+        if CHAINED:
+            wait(OVERLAP)
         return
-    b_pair = tl.load(p_pair_ids + i_block * BLOCK_M + tl.arange(0, BLOCK_M))
     b_real = b_pair >= 0
     b_row = tl.where(b_real, b_pair, 0)
     b_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -232,31 +240,43 @@ def moe_down_fwd_kernel(p_act, p_w, p_shared, p_out, p_pair_ids, p_block_experts
     b_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if EVEN:
         p_w_tile = p_expert + b_n[None, :] * inner + b_k[:, None]
-        for k in range(0, width, BLOCK_K):
-            b_a = tl.load(p_act_tile + k, mask=b_real[:, None], other=0.0)
-            b_w = tl.load(p_w_tile + k)
-            b_acc = tl.dot(b_a, b_w, b_acc, input_precision="ieee")
     else:
         p_w_tile = p_expert + b_n[None, :] * columns + b_k[:, None]
-        for k in range(0, width, BLOCK_K):
-            b_a = tl.load(p_act_tile + k, mask=b_real[:, None] & (k + b_k < width)[None, :], other=0.0)
+    if CHAINED:
+        wait(OVERLAP)
+    for k in range(0, width, BLOCK_K):
+        if EVEN:
+            b_w = tl.load(p_w_tile + k)
+            b_a = tl.load(p_act_tile + k, mask=b_real[:, None], other=0.0)
+        else:
             b_w = tl.load(p_w_tile + k, mask=(k + b_k < columns)[:, None] & b_out[None, :], other=0.0)
-            b_acc = tl.dot(b_a, b_w, b_acc, input_precision="ieee")
+            b_a = tl.load(p_act_tile + k, mask=b_real[:, None] & (k + b_k < width)[None, :], other=0.0)
+        b_acc = tl.dot(b_a, b_w, b_acc, input_precision="ieee")
     b_mask = b_real[:, None] & b_out[None, :]
     b_stored = b_acc.to(p_out.dtype.element_ty)
     tl.store(p_out + b_pair[:, None].to(tl.int64) * hidden + b_n[None, :], b_stored, mask=b_mask)
     if p_panel is not None:
-        _mark_stored(b_acc, p_out, p_pair_ids + i_block * BLOCK_M, b_n, hidden, p_panel, p_row_ids, slot,
+        _mark_stored(b_stored, p_out, p_pair_ids + i_block * BLOCK_M, b_n, hidden, p_panel, p_row_ids, slot,
                      num_signals, num_rows, neg_inf, BLOCK_M)  # fmt: skip
 
 
-def down(act: Tensor, down_proj: Tensor, shared: Tensor | None, plan: Plan, *, out: Tensor, mark: Mark | None) -> None:
+def down(
+    act: Tensor,
+    down_proj: Tensor,
+    shared: Tensor | None,
+    plan: Plan,
+    *,
+    out: Tensor,
+    mark: Mark | None,
+    is_chained: bool = False,
+) -> None:
     """Launch `moe_down_fwd_kernel`; arguments as `firetower.ops.moe.torch_path.down`."""
     if plan.num_blocks == 0:
         return
-    tile = _tile(DOWN_TILES, act, plan)
     hidden, width, inner = out.shape[1], act.shape[1], down_proj.shape[2]
     inner_shared = inner if shared is None else shared.shape[1]
+    tile = _tile(DOWN_TILES, act, plan)
+    options = overlap_options(act, is_wanted=plan.block_m == WINDOW_BLOCK)
     with torch.cuda.device_of(out):
         moe_down_fwd_kernel[(plan.num_blocks * triton.cdiv(hidden, tile.block_n),)](
             act,
@@ -277,84 +297,8 @@ def down(act: Tensor, down_proj: Tensor, shared: Tensor | None, plan: Plan, *, o
             EVEN=inner == inner_shared and hidden % tile.block_n == 0 and width % tile.block_k == 0,
             num_stages=tile.num_stages,
             num_warps=tile.num_warps,
-        )
-
-
-@triton.jit(do_not_specialize=["stride", *(f"{name}_{part}" for part in ("r", "o") for name in _MARK)])
-def moe_combine_fwd_kernel(p_down, p_weights, p_ids, p_shared_logits, p_pads, p_out, stride, hidden, num_experts,
-                           p_panel_r, p_row_ids_r, slot_r, num_signals_r, num_rows_r, shape_r, neg_inf_r,
-                           p_panel_o, p_row_ids_o, slot_o, num_signals_o, num_rows_o, shape_o, neg_inf_o,
-                           K: tl.constexpr, SLOTS: tl.constexpr, BLOCK_H: tl.constexpr):  # fmt: skip
-    """Weighted sum of one token's rows, slot 0 first; ``p_pads``: row ids, negative for a pad, or None."""
-    i_t = tl.program_id(0)
-    i_h = tl.program_id(1)
-    b_h = i_h * BLOCK_H + tl.arange(0, BLOCK_H)
-    b_is = b_h < hidden
-    is_real = i_t >= 0
-    if p_pads is not None:
-        is_real = tl.load(p_pads + i_t) >= 0
-    at = i_t.to(tl.int64)
-    b_sum = tl.zeros([BLOCK_H], tl.float32)
-    for j in tl.static_range(K):
-        expert = tl.load(p_ids + at * K + j)
-        weight = tl.load(p_weights + at * K + j)
-        # an id outside the experts is routed nowhere: its row was never written
-        columns = tl.where(is_real & (expert >= 0) & (expert < num_experts), hidden, 0)
-        b_y = tl.load(p_down + (at * SLOTS + j) * hidden + b_h, mask=b_h < columns, other=0.0)
-        b_sum += weight * b_y.to(tl.float32)
-    b_sum = tl.where(is_real, b_sum, 0.0)
-    if p_panel_r is not None:
-        if (i_t == 0) & (i_h == 0):
-            mark_ran(p_panel_r, slot_r, num_signals_r, num_rows_r, shape_r)
-        mark_tile(b_sum, i_t, b_h, b_is, hidden, p_panel_r, p_row_ids_r, slot_r, num_signals_r, num_rows_r, neg_inf_r)
-    if SLOTS > K:
-        columns = tl.where(is_real, hidden, 0)
-        b_y = tl.load(p_down + (at * SLOTS + K) * hidden + b_h, mask=b_h < columns, other=0.0).to(tl.float32)
-        if p_shared_logits is not None:
-            b_y *= 1.0 / (1.0 + tl.exp(-tl.load(p_shared_logits + at * stride).to(tl.float32)))
-        b_sum = tl.where(is_real, b_sum + b_y, 0.0)
-    b_stored = b_sum.to(p_out.dtype.element_ty)
-    tl.store(p_out + at * hidden + b_h, b_stored, mask=b_is)
-    if p_panel_o is not None:
-        if (i_t == 0) & (i_h == 0):
-            mark_ran(p_panel_o, slot_o, num_signals_o, num_rows_o, shape_o)
-        mark_tile(b_stored, i_t, b_h, b_is, hidden, p_panel_o, p_row_ids_o, slot_o, num_signals_o, num_rows_o,
-                  neg_inf_o)  # fmt: skip
-
-
-def combine(
-    down_out: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    shared_logits: Tensor | None,
-    row_ids: Tensor | None,
-    plan: Plan,
-    *,
-    out: Tensor,
-    routed_mark: Mark | None,
-    mark: Mark | None,
-) -> None:
-    """Launch `moe_combine_fwd_kernel`; arguments as `firetower.ops.moe.torch_path.combine`."""
-    num_tokens, hidden = out.shape
-    if num_tokens == 0:
-        return
-    with torch.cuda.device_of(out):
-        moe_combine_fwd_kernel[(num_tokens, triton.cdiv(hidden, COMBINE_COLUMNS))](
-            down_out,
-            topk_weights,
-            topk_ids,
-            shared_logits,
-            row_ids,
-            out,
-            0 if shared_logits is None else shared_logits.stride(0),
-            hidden,
-            plan.num_experts,
-            *mark_arguments(routed_mark, torch.float32, num_tokens, hidden),
-            *mark_arguments(mark, out.dtype, num_tokens, hidden),
-            K=plan.top_k,
-            SLOTS=plan.num_slots,
-            BLOCK_H=COMBINE_COLUMNS,
-            num_warps=COMBINE_WARPS,
+            CHAINED=is_chained and options["OVERLAP"],
+            **options,
         )
 
 

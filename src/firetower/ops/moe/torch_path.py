@@ -9,8 +9,9 @@ whose vector and scalar forms differ (``sigmoid`` and ``silu`` do, ``exp`` does 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,9 +24,16 @@ CACHE_LINE = 16
 
 
 def logits(
-    hidden_states: Tensor, router: Tensor, gate: Tensor | None, *, out: Tensor, block_m: int, mark: Mark | None
+    hidden_states: Tensor,
+    router: Tensor,
+    gate: Tensor | None,
+    *,
+    out: Tensor,
+    block_m: int,
+    mark: Mark | None,
+    ahead: Sequence[Tensor] = (),
 ) -> None:
-    """Router logits, and the shared gate's in one column more, into ``out`` fp32 [T, E (+ 1)]."""
+    """Router logits, and the shared gate's in one column more, into ``out`` fp32 [T, E (+ 1)]; ``ahead`` is a hint."""
     dtype = _compute_type(hidden_states)
     num_tokens, num_experts = hidden_states.shape[0], router.shape[0]
     rows = -(-num_tokens // block_m) * block_m
@@ -115,6 +123,34 @@ def plan(topk_ids: Tensor, row_ids: Tensor | None, *, into: Plan) -> None:
     into.totals.copy_(torch.stack([ends[-1], ends[-1] * into.block_m, counts[:lists].sum()]))
 
 
+def route_plan(
+    router_logits: Tensor,
+    selection_bias: Tensor | None,
+    row_ids: Tensor | None,
+    *,
+    top_k: int,
+    is_sigmoid: bool,
+    renormalise: bool,
+    scale: float,
+    weights: Tensor,
+    ids: Tensor,
+    into: Plan,
+) -> None:
+    """`router` and `plan`, one after the other."""
+    router(
+        router_logits,
+        selection_bias,
+        top_k=top_k,
+        is_sigmoid=is_sigmoid,
+        renormalise=renormalise,
+        scale=scale,
+        weights=weights,
+        ids=ids,
+        mark=None,
+    )
+    plan(ids, row_ids, into=into)
+
+
 def gate_up(
     hidden_states: Tensor,
     gate_up_proj: Tensor,
@@ -150,8 +186,17 @@ def gate_up(
     _mark_planned(out, is_written, mark)
 
 
-def down(act: Tensor, down_proj: Tensor, shared: Tensor | None, plan: Plan, *, out: Tensor, mark: Mark | None) -> None:
-    """``act @ down`` of every planned row into ``out`` [num_pairs, H]."""
+def down(
+    act: Tensor,
+    down_proj: Tensor,
+    shared: Tensor | None,
+    plan: Plan,
+    *,
+    out: Tensor,
+    mark: Mark | None,
+    is_chained: bool = False,
+) -> None:
+    """``act @ down`` of every planned row into ``out`` [num_pairs, H]; ``is_chained`` changes nothing here."""
     dtype, width = _compute_type(act), act.shape[1]
     pairs = _planned(plan)
     x = _lined(pairs.numel(), width, act, dtype)
@@ -174,10 +219,16 @@ def combine(
     plan: Plan,
     *,
     out: Tensor,
+    act: Tensor | None,
+    late_marks: tuple[Mark | None, Mark | None, Mark | None],
     routed_mark: Mark | None,
     mark: Mark | None,
+    is_chained: bool = False,
 ) -> None:
-    """Weighted sum over each token's experts in the order of its slots into ``out`` [T, H]."""
+    """Weighted sum over each token's experts in the order of its slots into ``out`` [T, H].
+
+    ``late_marks``: of ``topk_weights``, of ``act`` and of ``down_out``, with one row id a token.
+    """
     dtype = _compute_type(down_out)
     is_real = torch.ones_like(topk_ids[:, :1], dtype=torch.bool) if row_ids is None else (row_ids >= 0)[:, None]
     by_slot = down_out.view(plan.num_tokens, plan.num_slots, down_out.shape[1])
@@ -188,6 +239,10 @@ def combine(
         y = torch.where(is_written, by_slot[:, slot], 0).to(dtype)
         total = total + topk_weights[:, slot : slot + 1].to(dtype) * y
     total = torch.where(is_real, total, 0)
+    weights_mark, act_mark, rows_mark = late_marks
+    mark_rows(topk_weights, weights_mark)
+    _mark_written(act, act_mark, topk_ids, is_real, plan)
+    _mark_written(down_out, rows_mark, topk_ids, is_real, plan)
     mark_rows(total, routed_mark)
     if plan.has_shared:
         y = torch.where(is_real, by_slot[:, plan.top_k], 0).to(dtype)
@@ -195,6 +250,17 @@ def combine(
         total = torch.where(is_real, total + gate * y, 0)
     out.copy_(total)
     mark_rows(out, mark)
+
+
+def _mark_written(x: Tensor | None, mark: Mark | None, topk_ids: Tensor, is_real: Tensor, plan: Plan) -> None:
+    """Mark those rows of ``x`` [num_pairs, any] that an expert wrote; ``mark`` has one row id a token."""
+    if x is None or mark is None:
+        return
+    is_written = is_real & (topk_ids >= 0) & (topk_ids < plan.num_experts)
+    if plan.has_shared:
+        is_written = torch.cat([is_written, is_real], 1)
+    ids = None if mark.row_ids is None else mark.row_ids.repeat_interleave(plan.num_slots)
+    _mark_planned(x, is_written.reshape(-1, 1), dataclasses.replace(mark, row_ids=ids))
 
 
 def reads_on_host(x: Tensor) -> bool:

@@ -79,7 +79,9 @@ def quant_linear(
     Raises:
         ConfigError: shapes, types or devices that do not fit.
 
-    Numerics: products and sums in fp32, codes and scales exact; only prompts in a 16-bit type on CUDA round the weights
+    Numerics: codes, scales and the sums of a run of 16 or 32 products exact, then fp32. On CUDA a window's activations
+    are split into three bytes over a power of two for each 32 of them: a value is rounded where 2**-22 of their
+    largest stands, which spares bf16 down to 2**-14 of it. Only prompts in a 16-bit type on CUDA round the weights
     to it. A NaN in ``x`` stays in its token's row. A non-finite scale makes the columns of its weight rows NaN or Inf
     in every token, zeros included, and no others. A sum beyond the type of ``x`` is Inf, and marked.
     """
