@@ -5,7 +5,7 @@
     with firetower.attach(model) as watch:      # any nn.Module
         model.generate(**inputs)                # raises NonFiniteError with the Fire, if there is one
 
-The package imports no torch until `attach` or `investigate` is used.
+The package imports no torch until `attach`, `investigate` or `Engine` is used.
 """
 
 from __future__ import annotations
@@ -18,16 +18,20 @@ if TYPE_CHECKING:
     from firetower.attach.watch import Watch, attach
     from firetower.core.errors import FiretowerError, NonFiniteError
     from firetower.core.records import BadValue, Fire, Reading, Signal
+    from firetower.engine.engine import Engine
+    from firetower.engine.request import Sampling
     from firetower.fires.store import Store
     from firetower.lab.investigate import investigate
 
 _EXPORTS = {
     "BadValue": "firetower.core.records",
+    "Engine": "firetower.engine.engine",
     "Fire": "firetower.core.records",
     "FiretowerError": "firetower.core.errors",
     "Investigation": "firetower.attach.investigate",
     "NonFiniteError": "firetower.core.errors",
     "Reading": "firetower.core.records",
+    "Sampling": "firetower.engine.request",
     "Signal": "firetower.core.records",
     "Store": "firetower.fires.store",
     "Watch": "firetower.attach.watch",
@@ -37,11 +41,13 @@ _EXPORTS = {
 
 __all__ = [
     "BadValue",
+    "Engine",
     "Fire",
     "FiretowerError",
     "Investigation",
     "NonFiniteError",
     "Reading",
+    "Sampling",
     "Signal",
     "Store",
     "Watch",

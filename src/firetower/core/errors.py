@@ -1,4 +1,7 @@
-"""Every error that firetower raises on purpose. Messages give ``name=value``, the rule and the way out."""
+"""Errors that firetower raises on purpose; a room with its own derives them from these.
+
+Messages give ``name=value``, the rule and the way out.
+"""
 
 from __future__ import annotations
 
