@@ -114,13 +114,14 @@ def delta_rules(m: Any) -> None:
         q, k, v = zeros(1, tokens, 16, 128), zeros(1, tokens, 16, 128), zeros(1, tokens, 32, 128)
         g, beta = zeros(1, tokens, 32, dtype=FP32), zeros(1, tokens, 32, dtype=FP32)
         gated_delta_rule(q, k, v, g, beta, cu_seqlens=bounds, mark=m(), state_mark=m(1))
-    window = new_window_state(3, 16, 32, 128, 128)
-    q, k, v = zeros(2, 5, 16, 128), zeros(2, 5, 16, 128), zeros(2, 5, 32, 128)
-    g, beta = zeros(2, 5, 32, dtype=FP32), zeros(2, 5, 32, dtype=FP32)
     slots, accepted = torch.arange(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-    gated_delta_rule_window(
-        q, k, v, g, beta, window, state_slots=slots, num_accepted=accepted, mark=m(), state_mark=m(1)
-    )
+    for dtype, dim, width in ((BF16, 128, 5), (BF16, 128, 8), (torch.float16, 96, 8), (FP32, 64, 1)):
+        window = new_window_state(3, 16, 32, dim, 128, dtype=dtype)
+        q, k, v = (zeros(2, width, *shape, dtype=dtype) for shape in ((16, dim), (16, dim), (32, 128)))
+        g, beta = zeros(2, width, 32, dtype=FP32), zeros(2, width, 32, dtype=FP32)
+        gated_delta_rule_window(
+            q, k, v, g, beta, window, state_slots=slots, num_accepted=accepted, mark=m(), state_mark=m(1)
+        )
 
 
 def mixtures(m: Any) -> None:

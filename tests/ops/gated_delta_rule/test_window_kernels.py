@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 import random
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -555,44 +552,3 @@ def test_a_step_is_captured_in_a_graph():
     out.fill_(NAN)
     graph.replay()
     assert same_bits((out, expected))
-
-
-COMPILE = """
-import sys
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
-from firetower.ops.gated_delta_rule import window_kernels as wk
-
-dtype, is_marked, is_even = sys.argv[1], sys.argv[2] == "True", sys.argv[3] == "True"
-kernel = wk.gated_delta_rule_window_fwd_kernel
-constants = dict(
-    NUM_K_HEADS=16, NUM_V_HEADS=32, DK=128 if is_even else 96, DV=128, MAX_WINDOW=8, WINDOW=8, SPLIT=4, ROWS=32,
-    BLOCK_V=wk.COLUMNS, EVEN=is_even, L2NORM=True, MARK_ROWS=wk.MARK_ROWS,
-)
-types = {name: "*fp32" if name.startswith("p_") else "i32" for name in kernel.arg_names if name not in constants}
-types |= {name: f"*{dtype}" for name in ("p_q", "p_k", "p_v", "p_out", "p_pending_v")}
-types |= {name: "*i32" for name in ("p_num_pending", "p_side", "p_state_slots", "p_num_accepted")}
-types |= {"scale": "fp32", "shape": "i64", "shape_s": "i64"}
-for name in ("p_panel", "p_panel_s", "p_row_ids", "p_row_ids_s"):
-    types[name] = "*i64" if "panel" in name else "*i32"
-    if not is_marked:
-        constants[name] = None
-names = kernel.arg_names
-source = ASTSource(
-    fn=kernel,
-    signature={name: "constexpr" if name in constants else types[name] for name in names},
-    constexprs={(names.index(name),): value for name, value in constants.items()},
-)
-options = dict(num_warps=1, maxnreg=wk.MAX_REGISTERS, enable_fp_fusion=True)
-assert compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"]
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("args", [("bf16", True, True), ("bf16", False, True), ("fp16", True, False)], ids=str)
-def test_it_compiles_for_sm_90_without_a_device(args, tmp_path):
-    """The interpreter runs what the compiler refuses."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", COMPILE, *map(str, args)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
