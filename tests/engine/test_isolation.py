@@ -104,27 +104,25 @@ def test_values_of_several_classes_in_several_rows_at_once(faults, pool, expecte
     assert burned
 
 
-def test_a_bad_draft_row_burns_its_request_and_names_the_position(faults, pool, tiny):
-    eager = DraftConfig(longest=2, shortest=1, least_accepted_frac=0.0)
-    run = faults(max_batch=2, max_window=4, drafts=eager)
-    sequences = run.submit([[5, 6, 7] * 10, pool[1]], Sampling(max_tokens=30))
+def test_a_bad_draft_row_burns_its_request_and_names_the_position(faults, pool, monkeypatch):
+    run = faults(max_batch=2, max_window=4, drafts=DraftConfig(least_accepted_frac=0.0))
+    sequences = run.submit([pool[0], pool[1]], Sampling(max_tokens=30))
     run.until_decoding(sequences)
+    # every window has three drafts, whatever the model would say
+    for sequence in sequences:
+        monkeypatch.setattr(sequence.drafter, "propose", lambda most: [3, 4, 5][:most])
+    run.engine.step()
     signal = run.signal("output", 1)
-    for _ in range(20):
-        run.engine.step()
-        rows = run.shapes[signal][0]
-        if rows > 2 and sequences[0].drafter.num_drafted:
-            break
-    # the next window is made of drafts too, or this test says nothing
     before = len(sequences[0].answer)
-    run.step_with(*(Place(signal=signal, row=row, column=0, bits=NAN) for row in range(1, 4)))
+    # rows 0 to 3 are the first request's: its committed token, then its drafts
+    run.step_with(*(Place(signal=signal, row=row, column=0, bits=NAN) for row in (1, 2, 3)))
+    assert run.shapes[signal][0] == 8
     run.finish(sequences)
-    fires = [f for f in run.engine.fires if f.request == sequences[0].request.id]
-    if run.shapes[signal][0] >= 8 and fires:
-        [fire] = fires
-        assert fire.phase is Phase.VERIFY
-        assert fire.first.token == 1
-        assert fire.first.position == 30 + before
+    [fire] = run.engine.fires
+    assert fire.request == sequences[0].request.id
+    assert fire.phase is Phase.VERIFY
+    assert (fire.first.sequence, fire.first.token) == (0, 1)
+    assert fire.first.position == len(pool[0]) + before
 
 
 def test_pads_alone_burn_nobody_and_are_noted(faults, pool, expected):

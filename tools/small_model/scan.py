@@ -10,10 +10,10 @@ Shapes: N chunks, M rows times heads, C tokens a chunk, K and V the head's key a
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 
-@torch.library.custom_op("small_model::scan", mutates_args=())
+@library.custom_op("small_model::scan", mutates_args=())
 def scan(written: Tensor, erased: Tensor, k_out: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
     """States before each chunk and the values each chunk adds: ``new = written - erased @ state``, then
     ``state = kept * state + k_out @ new``, from a state of zero.
@@ -44,7 +44,7 @@ def _(written: Tensor, erased: Tensor, k_out: Tensor, kept: Tensor) -> tuple[Ten
     return written.new_empty(num, batch, erased.shape[-1], width), torch.empty_like(written)
 
 
-@torch.library.custom_op("small_model::scan_backward", mutates_args=())
+@library.custom_op("small_model::scan_backward", mutates_args=())
 def scan_backward(
     d_states: Tensor, d_news: Tensor, states: Tensor, news: Tensor, erased: Tensor, k_out: Tensor, kept: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -78,7 +78,7 @@ def _derive(ctx: torch.autograd.function.FunctionCtx, d_states: Tensor, d_news: 
 scan.register_autograd(_derive, setup_context=_keep)
 
 
-@torch.library.custom_op("small_model::invert_unit_lower", mutates_args=())
+@library.custom_op("small_model::invert_unit_lower", mutates_args=())
 def invert_unit_lower(a: Tensor) -> Tensor:
     """Inverse of ``I + a`` for strictly lower triangular ``a`` [..., C, C]; what stands elsewhere is not read.
 

